@@ -26,9 +26,9 @@ def key_from(variable: str) -> str:
     """
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        found = "something else" if key else "none"
+        actual = "something else" if key else "none"
         raise MtpExtractError(
-            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {found}. Set it.",
+            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {actual}. Set it.",
             remedies=("key",),
         )
     return key
@@ -85,13 +85,15 @@ def check_values(plan: Any) -> None:
         ValueError: a name is none of the choices.
     """
     for name, hint in get_type_hints(type(plan), include_extras=True).items():
-        given = getattr(plan, name)
-        kind, *told = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        choices = [choice for one in (kind, *get_args(kind)) if get_origin(one) is Literal for choice in get_args(one)]
-        limits = [(one.min, one.max) for one in told if isinstance(one, ParameterInfo)]
-        limits += [(one.ge, one.le) for one in told if isinstance(one, Meta)]
+        setting = getattr(plan, name)
+        kind, *annotations = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        choices = [
+            choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)
+        ]
+        limits = [(part.min, part.max) for part in annotations if isinstance(part, ParameterInfo)]
+        limits += [(part.ge, part.le) for part in annotations if isinstance(part, Meta)]
         least, most = limits[0] if limits else (None, None)
-        for value in given if isinstance(given, (list, tuple)) else (given,):
+        for value in setting if isinstance(setting, (list, tuple)) else (setting,):
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
             for bound, fits, word, advice in ((least, ge, "least", "Raise"), (most, le, "most", "Lower")):

@@ -115,10 +115,10 @@ class DrafterConfig:
     @property
     def kv_layers(self) -> dict[str, LayerConfig]:
         """The K and V the base must provide: layer type → the first layer that reads it."""
-        found: dict[str, LayerConfig] = {}
+        by_type: dict[str, LayerConfig] = {}
         for layer in self.layers:
-            found.setdefault(layer.layer_type, layer)
-        return found
+            by_type.setdefault(layer.layer_type, layer)
+        return by_type
 
     @property
     def sliding(self) -> LayerConfig:
@@ -149,10 +149,13 @@ class DrafterConfig:
 
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
-        found = {name: getattr(self, name) for name in _RECORDED}
-        found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-        kept = ("theta", "partial_rotary_factor")
-        return {**found, "rope": {kind: {name: getattr(r, name) for name in kept} for kind, r in self.rope.items()}}
+        fields = {name: getattr(self, name) for name in _RECORDED}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        rope_fields = ("theta", "partial_rotary_factor")
+        return {
+            **fields,
+            "rope": {kind: {name: getattr(r, name) for name in rope_fields} for kind, r in self.rope.items()},
+        }
 
 
 _RECORDED = (
@@ -167,5 +170,12 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
 
     A window that is not known (None) matches any.
     """
-    shape, known = config.as_json(), load_mapping("geometries")["geometries"]
-    return next((one for one in known if all(shape[key] in (one[key], None) for key in one if key in shape)), None)
+    shape, geometries = config.as_json(), load_mapping("geometries")["geometries"]
+    return next(
+        (
+            geometry
+            for geometry in geometries
+            if all(shape[key] in (geometry[key], None) for key in geometry if key in shape)
+        ),
+        None,
+    )

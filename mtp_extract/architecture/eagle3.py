@@ -49,8 +49,9 @@ class Eagle3Config:
         if self.num_heads % kv[0] or kv[1] % 2:
             heads = f"KV heads that divide the {self.num_heads} query heads, of an even width"
             yield f"{heads}, found {kv[0]} of {kv[1]}. Check num_key_value_heads and head_dim in the config."
-        if (found := self.draft_vocab_size) > self.vocab_size:
-            yield f"at most the base's {self.vocab_size} tokens, found a draft_vocab_size of {found}. Check the config."
+        if (draft_vocab := self.draft_vocab_size) > self.vocab_size:
+            most = f"at most the base's {self.vocab_size} tokens"
+            yield f"{most}, found a draft_vocab_size of {draft_vocab}. Check the config."
         if len(ids) != FUSED or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0:
             yield (
                 f"{FUSED} different layers of the base, the lowest first, found {list(ids)}: engines sort them and "

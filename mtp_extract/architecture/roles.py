@@ -69,14 +69,14 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
     """Every role of a model with ``num_layers`` layers, in the order of execution, which is that of writing."""
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
     # Those of a layer stand together.
-    own = [role for role in table if role.name.startswith(_LAYERS)]
-    first, filled = table.index(own[0]), list[Role]()
+    of_layers = [role for role in table if role.name.startswith(_LAYERS)]
+    first, filled = table.index(of_layers[0]), list[Role]()
     for layer in range(num_layers):
-        for role in own:
+        for role in of_layers:
             name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
             names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
             filled.append(replace(role, name=name, names=names, published_names=tuple(patterns)))
-    return (*table[:first], *filled, *table[first + len(own) :])
+    return (*table[:first], *filled, *table[first + len(of_layers) :])
 
 
 def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
@@ -94,8 +94,8 @@ def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
         roles = tuple(role for role in roles if there.get(role.name.split(".")[0], True))
         sizes |= {"pair": 2 * hidden, "draft_vocab": config.draft_vocab_size, "kv": config.num_kv_heads * head_dims[0]}
         sizes |= {"backbone": backbone, "fused": FUSED * backbone}
-    found = {}
+    shapes = {}
     for role in roles:
         width = head_dims[role.layer or 0]
-        found[role] = tuple({**sizes, "head": width, "query": heads * width}[dimension] for dimension in role.shape)
-    return found
+        shapes[role] = tuple({**sizes, "head": width, "query": heads * width}[dimension] for dimension in role.shape)
+    return shapes

@@ -180,7 +180,7 @@ class Arranged:
     def files(self) -> tuple[OutputFile, ...]:
         """The files to write, the weights first; raises as :meth:`Format.files`."""
         weights, *others = self.format.files(self)
-        floats = {role: kept.weight for role, kept in self.kept.items() if kept.how == FLOATS}
+        floats = {role: stored_as.weight for role, stored_as in self.kept.items() if stored_as.how == FLOATS}
         return (weights, *(plan_codes(weights, floats) if self.with_codes else ()), *others)
 
     @property
@@ -188,20 +188,24 @@ class Arranged:
         """What the numbers that engines load are rounded to, and the scales of codes; whether codes lie beside them or
         not."""
         return sorted(
-            {kept.rounded_to + SCALES * (kept.how == CODES) for kept in self.kept.values() if kept.rounded_to}
+            {
+                stored_as.rounded_to + SCALES * (stored_as.how == CODES)
+                for stored_as in self.kept.values()
+                if stored_as.rounded_to
+            }
         )
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how the weights are kept, where codes were to be."""
-        coded = any(kept.how == CODES for kept in self.kept.values())
+        coded = any(stored_as.how == CODES for stored_as in self.kept.values())
         whys = defaultdict[tuple[str, str], list[str]](list)
-        for role, kept in self.kept.items():
-            if kept.how == NOTHING or (kept.why and coded):
-                whys["Left out" if kept.how == NOTHING else "In floats", f"because {kept.why}"].append(role)
-            if kept.rounded_to and coded:
-                what = "scales of codes" if kept.how == CODES else "numbers"
-                most = ROUNDED_TO.get(kept.rounded_to, DTYPES["f32"]).roundoff
-                whys["Rounded", f"{what} to {kept.rounded_to}, by at most {most:.1e} of each"].append(role)
+        for role, stored_as in self.kept.items():
+            if stored_as.how == NOTHING or (stored_as.why and coded):
+                whys["Left out" if stored_as.how == NOTHING else "In floats", f"because {stored_as.why}"].append(role)
+            if stored_as.rounded_to and coded:
+                what = "scales of codes" if stored_as.how == CODES else "numbers"
+                most = ROUNDED_TO.get(stored_as.rounded_to, DTYPES["f32"]).roundoff
+                whys["Rounded", f"{what} to {stored_as.rounded_to}, by at most {most:.1e} of each"].append(role)
         notes = [f"{how}: {few(roles, 4)}, {why}." for (how, why), roles in whys.items()]
         if self.dtype == CODES and not coded:
             notes.append("All is in floats: no matrix has integers that the format holds (--quantize makes them).")
@@ -216,16 +220,18 @@ class Arranged:
         Raises:
             CheckpointError: names the first role of which something else was read.
         """
-        for role, kept in self.kept.items():
-            if kept.how == NOTHING or (kept.how == FLOATS and kept.rounded_to and not rounded):
+        for role, stored_as in self.kept.items():
+            if stored_as.how == NOTHING or (stored_as.how == FLOATS and stored_as.rounded_to and not rounded):
                 continue
-            found = back.tensors[role]
-            if kept.how == INDICES:
-                same = np.array_equal(kept.weight.indices(), found.indices())
+            read_back = back.tensors[role]
+            if stored_as.how == INDICES:
+                same = np.array_equal(stored_as.weight.indices(), read_back.indices())
             else:
-                same = (found.scheme is not None) == (kept.how == CODES) and same_weight(kept.written, found)
+                same = (read_back.scheme is not None) == (stored_as.how == CODES) and same_weight(
+                    stored_as.written, read_back
+                )
             if not same:
-                raise CheckpointError(f"{role}: what was written holds other {kept.how} than it was made of.")
+                raise CheckpointError(f"{role}: what was written holds other {stored_as.how} than it was made of.")
 
 
 def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: bool = False) -> Arranged:
@@ -235,5 +241,5 @@ def arrange(format_: Format, checkpoint: Checkpoint, dtype: str, *, with_codes: 
         CheckpointError: it lacks a weight that no engine does without.
     """
     tensors = checkpoint.whole().tensors
-    kept = {role.name: format_.keep(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
-    return Arranged(format_, checkpoint, dtype, MappingProxyType(kept), with_codes)
+    by_role = {role.name: format_.keep(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
+    return Arranged(format_, checkpoint, dtype, MappingProxyType(by_role), with_codes)

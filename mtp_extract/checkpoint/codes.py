@@ -56,8 +56,8 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
             plan_array(f"{name}.scale", scale),
             plan_array(f"{name}.zero_point", zero_point),
         ]
-    told = json.dumps(to_builtins(schemes), sort_keys=True)
-    metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: told}
+    described = json.dumps(to_builtins(schemes), sort_keys=True)
+    metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: described}
     return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
 
 
@@ -77,11 +77,11 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
             # Roles that are one stored tensor have one set of codes.
             floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}
             parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
-            whole = next(iter(floats.values()), None)
-            if whole is None or (coded := _coded(path, whole.shape, scheme, parts)) is None:
+            widest = next(iter(floats.values()), None)
+            if widest is None or (coded := _coded(path, widest.shape, scheme, parts)) is None:
                 what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
                 raise ValueError(f"{name}: expected {what}, found others")
-            if not same_weight(narrowed(coded, whole.dtype.rounding), whole):
+            if not same_weight(narrowed(coded, widest.dtype.rounding), widest):
                 raise ValueError(f"the codes of {name} are not those of its floats")
             tensors |= dict.fromkeys(floats, coded)
         if stored:

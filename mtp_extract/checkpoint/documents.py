@@ -122,9 +122,9 @@ def parse_json(text: str | bytes) -> Any:
         return number
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(made := dict(pairs)) != len(pairs):
+        if len(document := dict(pairs)) != len(pairs):
             raise ValueError("a key stands there twice")
-        return made
+        return document
 
     return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
 
@@ -193,8 +193,8 @@ def compare_document(
             continue
         if value in row[1] if row else (difference.expected in _OFF and value in _OFF):
             continue
-        known = row is not None or (difference.expected is not None and place not in _LABELS)
-        if value is None or not computes or not known:
+        is_known = row is not None or (difference.expected is not None and place not in _LABELS)
+        if value is None or not computes or not is_known:
             unread.append(difference)
             continue
         what, _, advice = row or (f"not {escape(difference.expected)}, as its other keys and tensors have it", (), "")

@@ -129,14 +129,14 @@ class BlockType:
         """Codes, int8 ``[rows, columns]``, and their steps, which FP16 holds, each for one block of a row or several:
         ``[rows, bytes of a row]``."""
         rows, blocks = len(codes), codes.shape[1] // BLOCK
-        made = np.empty((rows, blocks), self.block)
-        made["step"] = np.repeat(steps, blocks // steps.shape[1], axis=1)
+        packed = np.empty((rows, blocks), self.block)
+        packed["step"] = np.repeat(steps, blocks // steps.shape[1], axis=1)
         stored = codes.reshape(rows, blocks, BLOCK).view(np.uint8)
         if self.bits == 4:
             stored = stored + np.uint8(8)
             stored = stored[..., : BLOCK // 2] | stored[..., BLOCK // 2 :] << np.uint8(4)
-        made["codes"] = stored
-        return made.view(np.uint8)
+        packed["codes"] = stored
+        return packed.view(np.uint8)
 
     def codes(self, rows: Bytes) -> Codes:
         """The codes in ``rows``, ``[rows, bytes of a row]``: ``[rows, columns]``."""
@@ -147,8 +147,8 @@ class BlockType:
 
     def steps(self, rows: Bytes) -> Floats:
         """The steps in them: float32 ``[rows, columns / 32]``."""
-        found: Floats = rows.view(self.block)["step"].astype(np.float32)
-        return found
+        scales: Floats = rows.view(self.block)["step"].astype(np.float32)
+        return scales
 
 
 BLOCK_TYPES = MappingProxyType({4: BlockType("Q4_0", 4), 8: BlockType("Q8_0", 8)})

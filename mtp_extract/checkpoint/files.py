@@ -88,7 +88,7 @@ def plan_rows(
 
 def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTensor:
     """A small array as it is."""
-    dtype = next(name for name, known in ARRAYS.items() if known == array.dtype)
+    dtype = next(name for name, dtype_known in ARRAYS.items() if dtype_known == array.dtype)
     return PlannedTensor(name, dtype, array.shape, lambda: iter([array]), role)
 
 
@@ -164,22 +164,22 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
             at += len(piece)
             advance(len(piece))
     check_interrupted()
-    found, sha256 = _sums(path)
-    if found != written.hexdigest() or (places and read_header(path) != expected):
+    sum_read, sha256 = _sums(path)
+    if sum_read != written.hexdigest() or (places and read_header(path) != expected):
         raise read_back_error(path)
     return {"size": at, "sha256": sha256}
 
 
 def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
     """The bytes of ``tensor``, and what fills them up."""
-    made = 0
+    written = 0
     for rows in tensor.produce():
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-        made += len(data)
+        written += len(data)
         yield data
-    if made != tensor.length:
-        raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {made}.")
-    yield bytes(-made % alignment)
+    if written != tensor.length:
+        raise OutputError(f"{escape(tensor.name)}: expected {tensor.length} bytes of data, found {written}.")
+    yield bytes(-written % alignment)
 
 
 def sha256_of_file(path: Path) -> str:

@@ -58,12 +58,12 @@ def header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any]) -> b
         dtype, raw = np.dtype(np.float32), GGMLQuantizationType[tensor.dtype]
         writer.add_tensor_info(name, tensor.shape, dtype, tensor.length, raw_dtype=raw)
     # The writer opens files by name only; this one is to be part of another.
-    made: Any = io.BytesIO()
-    writer.fout, writer.state = [made], WriterState.EMPTY
+    buffer: Any = io.BytesIO()
+    writer.fout, writer.state = [buffer], WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    return bytes(made.getvalue()) + bytes(-made.tell() % ALIGNMENT)
+    return bytes(buffer.getvalue()) + bytes(-buffer.tell() % ALIGNMENT)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -95,9 +95,9 @@ class _Header:
         """The next ``length`` bytes."""
         self.at, limit = self.at + length, min(self.size, _LONGEST_HEADER)
         _require(self.at <= limit, f"its header goes on past byte {limit}; it was cut short")
-        found = self._file.read(length)
-        _require(len(found) == length, "it shrank while it was being read")
-        return found
+        data = self._file.read(length)
+        _require(len(data) == length, "it shrank while it was being read")
+        return data
 
     def number(self, size: int = 8) -> int:
         return int.from_bytes(self.take(size), "little")
@@ -121,8 +121,8 @@ class _Header:
             return self.text()
         _require(kind in _NUMBERS, f"{key}: expected numbers, found values of type {kind}")
         dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
-        found = np.frombuffer(self.take(count * dtype.itemsize), dtype)
-        values = list(found) if dtype.kind == "f" else found.tolist()
+        numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        values = list(numbers) if dtype.kind == "f" else numbers.tolist()
         return values if in_list else values[0]
 
 
@@ -145,16 +145,16 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     at = end = 0
     for _ in range(tensors):
         name, dimensions = header.text(), header.number(4)
-        said = escape(name)
-        _require(name not in places, f"expected each tensor once, found {said} again")
-        _require(1 <= dimensions <= 4, f"expected {said} to have 1 to 4 dimensions, found {dimensions}")
+        shown_name = escape(name)
+        _require(name not in places, f"expected each tensor once, found {shown_name} again")
+        _require(1 <= dimensions <= 4, f"expected {shown_name} to have 1 to 4 dimensions, found {dimensions}")
         shape = tuple(header.number() for _ in range(dimensions))[::-1]
         kind, offset = header.number(4), header.number()
-        dtype, elements, bytes_of = _type(said, kind)
+        dtype, elements, bytes_of = _type(shown_name, kind)
         # No tensor has more elements than eight a byte of its file.
         possible = max(*shape, math.prod(shape)) <= 8 * header.size and shape[-1] % elements == 0
-        _require(possible, f"{said}: a shape of {list(shape)} in {dtype} cannot be")
-        _require(offset == at, f"expected {said} to begin at byte {at}, found {offset}")
+        _require(possible, f"{shown_name}: a shape of {list(shape)} in {dtype} cannot be")
+        _require(offset == at, f"expected {shown_name} to begin at byte {at}, found {offset}")
         end = at + math.prod(shape) // elements * bytes_of
         places[name] = StoredTensor(dtype, shape, at, end - at)
         at = aligned(end, ALIGNMENT)
@@ -170,6 +170,6 @@ def _type(tensor: str, number: int) -> tuple[str, int, int]:
         return (name, *BLOCKS[name])
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    known = {kind.value: kind for kind in GGMLQuantizationType}
-    _require(number in known, f"{tensor}: expected a type of tensors that GGUF has, found type {number}")
-    return (known[number].name, *GGML_QUANT_SIZES[known[number]])
+    types = {kind.value: kind for kind in GGMLQuantizationType}
+    _require(number in types, f"{tensor}: expected a type of tensors that GGUF has, found type {number}")
+    return (types[number].name, *GGML_QUANT_SIZES[types[number]])

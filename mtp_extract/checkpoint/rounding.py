@@ -72,8 +72,8 @@ class Rule:
             raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")
         if not self.block:
             storage = Storage(TensorType[f"INT{self.bits}"], blocks.shape, "per_channel")
-            scale, _, found = storage.quantized(blocks)
-            return found.astype(np.int8), scale
+            scale, _, codes = storage.quantized(blocks)
+            return codes.astype(np.int8), scale
         from gguf import quants
 
         kind = BLOCK_TYPES[self.bits]

@@ -172,11 +172,11 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     """
     row = stored.length // max(rows_of(stored.shape)[0], 1)
     shape = last - first, row
-    found = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
-    rest, offset = found.reshape(-1).data, stored.offset + first * row
+    rows = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
+    rest, offset = rows.reshape(-1).data, stored.offset + first * row
     with refused(path, "{}"), open_regular(path) as file:
         while rest:
             if not (done := os.preadv(file.fileno(), [rest], offset)):
                 raise ValueError("the file shrank while it was being read")
             rest, offset = rest[done:], offset + done
-    return found
+    return rows

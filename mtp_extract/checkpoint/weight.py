@@ -134,9 +134,9 @@ class Weight:
 
     def indices(self) -> Indices:
         """All indices of an ordered head, int64, in its shape; of no other weight."""
-        found: Indices = self._read(0, self.rows).reshape(self.shape)
-        assert found.dtype == np.int64
-        return found
+        indices: Indices = self._read(0, self.rows).reshape(self.shape)
+        assert indices.dtype == np.int64
+        return indices
 
     def array(self) -> Floats:
         """All of it, float32, in its shape."""

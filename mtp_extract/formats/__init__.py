@@ -111,7 +111,7 @@ NAMES = tuple(dict.fromkeys((*ENGINES, *EVERY)))
 
 def engines_for(name: str) -> tuple[str, ...]:
     """The engines that load the format ``name``; none where there is no format of that name."""
-    return tuple(engine for engine, known in ENGINES.items() if name in known)
+    return tuple(engine for engine, formats in ENGINES.items() if name in formats)
 
 
 def format_named(name: str) -> Format:
@@ -123,8 +123,8 @@ def format_named(name: str) -> Format:
     if name not in EVERY:
         raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
     module, instance = EVERY[name].instance.split(".")
-    found: Format = getattr(import_module(f"{__name__}.{module}"), instance)
-    return found
+    format_: Format = getattr(import_module(f"{__name__}.{module}"), instance)
+    return format_
 
 
 def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
@@ -144,9 +144,9 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
         raise ValueError(f"format {escape(name)!r}: expected {either(NAMES)}.{nearest(name, NAMES)}")
     if name in _NO_FORMAT:
         raise UnsupportedError(f"{name}: {_NO_FORMAT[name]}")
-    for known in EVERY if name is None else ENGINES[name]:
-        if EVERY[known].architecture == architecture:
-            return known
+    for candidate in EVERY if name is None else ENGINES[name]:
+        if EVERY[candidate].architecture == architecture:
+            return candidate
     raise UnsupportedError(f"{name} loads no drafter of the architecture {architecture}.", remedies=("format",))
 
 
@@ -163,9 +163,9 @@ def format_of(directory: Path) -> Format:
 
         return format_named(kind_of(config))
     formats = [format_named(name) for name in EVERY]
-    for found in formats:
-        if any(path.is_file() for path in directory.glob(found.marker)):
-            return found
+    for format_ in formats:
+        if any(path.is_file() for path in directory.glob(format_.marker)):
+            return format_
     if not directory.exists():
         what = "a checkpoint's directory or an id of the Hugging Face Hub, found neither. Check the path"
     elif directory.is_file():

@@ -116,11 +116,11 @@ class DirectoryFormat:
         return next((group for group in self._groups(codes.columns) if codes.steps.block % group == 0), None)
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint, kept, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
+        checkpoint, by_role, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
         packed = {
-            name: Packed(own.weight.shape, own.weight.bits, group)
-            for name, own in kept.items()
-            if own.how == CODES and (group := self._group_of(own.weight))
+            name: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
+            for name, stored_as in by_role.items()
+            if stored_as.how == CODES and (group := self._group_of(stored_as.weight))
         }
         if self.key and not packed:
             raise UnsupportedError(
@@ -135,12 +135,12 @@ class DirectoryFormat:
             )
         tensors: list[PlannedTensor] = []
         for role, name in self._names(config, packed).items():
-            own = kept[role.name]
+            stored_as = by_role[role.name]
             if how := packed.get(role.name):
                 activations = checkpoint.activations.get(role.name, (None, None))
-                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), role.name, own.weight, how, activations)
+                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), role.name, stored_as.weight, how, activations)
             else:
-                tensors.append(own.tensor(name, role))
+                tensors.append(stored_as.tensor(name, role))
         metadata = {"format": self.header, "mtp_extract": __version__}
         notes = tuple(_notes(checkpoint, packed)) if self.static else ()
         dtype = DTYPES["f32" if self.key else arranged.dtype].transformers
@@ -289,7 +289,7 @@ class DirectoryFormat:
         """
         first, *others = self._parts(how)
         path, codes = stored[module + first]
-        found = {name: _array(*stored[module + name]) for name in others}
+        arrays = {name: _array(*stored[module + name]) for name in others}
 
         def require(sound: bool, what: str) -> None:
             if not sound:
@@ -299,17 +299,19 @@ class DirectoryFormat:
             some = read_rows(path, codes, first, last)
             return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
 
-        scales = found[others[0]]
-        if self.offsets and not np.array_equal(found[self.offsets], self.arrays(how, scales)[self.offsets]):
-            require(all(np.isfinite(array).all() for array in found.values()), "finite scales and biases, found others")
-            return self._affine(how, rows, scales, found[self.offsets]), (None, None)
+        scales = arrays[others[0]]
+        if self.offsets and not np.array_equal(arrays[self.offsets], self.arrays(how, scales)[self.offsets]):
+            require(
+                all(np.isfinite(array).all() for array in arrays.values()), "finite scales and biases, found others"
+            )
+            return self._affine(how, rows, scales, arrays[self.offsets]), (None, None)
         with np.errstate(over="ignore", invalid="ignore"):
             sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
         require(bool(sound.all()), "scales that are finite and not negative, found others")
         for name, made in self.arrays(how, scales).items():
-            require(np.array_equal(found[name], made), f"{name[1:]} as its shape and scales make it, found others")
+            require(np.array_equal(arrays[name], made), f"{name[1:]} as its shape and scales make it, found others")
         static: list[Activation | None] = []
-        for scale in (float(found[name]) for name in self.static):
+        for scale in (float(arrays[name]) for name in self.static):
             require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
             static.append(Activation("int8", scale, 0) if scale else None)
         steps = Steps.around_zero(how.group, scales).by_row()

@@ -80,12 +80,12 @@ def findings_of(directory: Path) -> tuple[Finding, ...]:
     Raises:
         CheckpointError: it holds none, or a damaged one.
     """
-    found = format_of(directory)
-    if not isinstance(found, HeadFormat):
+    format_ = format_of(directory)
+    if not isinstance(format_, HeadFormat):
         return ()
-    config = found.read(directory).config
+    config = format_.read(directory).config
     assert isinstance(config, Eagle3Config)
-    return found.findings(read_object(directory / found.marker), config)
+    return format_.findings(read_object(directory / format_.marker), config)
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ class HeadFormat:
             marks = _marks(config, arranged.kept[_D2T].weight.indices() + np.arange(config.draft_vocab_size))
             planned.append(plan_array(_T2D, marks, _D2T))
         document = self.document(config, DTYPES[arranged.dtype].transformers)
-        found = self.findings(document, config)
+        findings = self.findings(document, config)
         # What an engine that reads the layout would load wrongly and not say so is not written.
-        if wrong := [finding for finding in found if finding.is_error]:
+        if wrong := [finding for finding in findings if finding.is_error]:
             raise UnsupportedError(
                 f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
                 remedies=("format",),
             )
         return [
-            OutputFile(self.weights_file, tensors=tuple(planned), notes=tuple(map(str, found))),
+            OutputFile(self.weights_file, tensors=tuple(planned), notes=tuple(map(str, findings))),
             OutputFile(self.marker, text=json_text(document)),
         ]
 
@@ -144,29 +144,33 @@ class HeadFormat:
 
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
-        flat, told = self.name == "eagle3", list[tuple[str, str]]()
+        flat, entries = self.name == "eagle3", list[tuple[str, str]]()
         if flat and not document.get(_IDS):
             what = f"{_IDS} is not at the top level, and it takes"
-            told.append((VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there"))
-            told.append((LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"))
+            entries.append(
+                (VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there")
+            )
+            entries.append((LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"))
         if flat and not (document.get("eagle_config") or {}).get(_IDS):
-            told.append((SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"))
+            entries.append((SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"))
         if flat and config.norm_before_residual:
-            told.append((SGLANG, "norm_before_residual is true, and it begins the residual before the norm"))
+            entries.append((SGLANG, "norm_before_residual is true, and it begins the residual before the norm"))
         if flat and document.get("draft_vocab_size", 0) is None:
-            told.append((SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"))
+            entries.append((SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"))
         if flat and config.hidden_size == FUSED * config.backbone_hidden_size:
-            told.append((SGLANG, f"it leaves fc out of a head as wide as {FUSED} states of the base"))
+            entries.append((SGLANG, f"it leaves fc out of a head as wide as {FUSED} states of the base"))
         if flat and config.own_embedding and config.hidden_size == config.backbone_hidden_size:
-            told.append((SGLANG, "it takes the base's embeddings for embed_tokens.weight; leave those out"))
+            entries.append((SGLANG, "it takes the base's embeddings for embed_tokens.weight; leave those out"))
         if config.norm_output:
             engines = (LLAMA_CPP,) if flat else (LLAMA_CPP, MLX)
-            told += [(name, "norm_output is true, and it feeds back the state before the norm") for name in engines]
+            entries += [(name, "norm_output is true, and it feeds back the state before the norm") for name in engines]
         if not flat and 0 in config.base_layers:
-            told.append((MLX, "it reads what leaves layer 0 for what enters it"))
+            entries.append((MLX, "it reads what leaves layer 0 for what enters it"))
         if not flat and config.reduced:
-            told.append((MLX, "it takes the best token of the head's vocabulary for the base's best: the text changes"))
-        return tuple(Finding(*one) for one in told)
+            entries.append(
+                (MLX, "it takes the best token of the head's vocabulary for the base's best: the text changes")
+            )
+        return tuple(Finding(*entry) for entry in entries)
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:
@@ -297,34 +301,34 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         CheckpointError: a key is missing or of the wrong type or range.
         DrafterError: a shape that no head has.
     """
-    found = reading.fields_of(flat, _Flat)
-    eagle, base = found.eagle_config or _Eagle(), flat.get(_BASE)
+    fields = reading.fields_of(flat, _Flat)
+    eagle, base = fields.eagle_config or _Eagle(), flat.get(_BASE)
     leaving = eagle.eagle_aux_hidden_state_layer_ids or []
-    layers = found.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
+    layers = fields.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
     if not layers:
         raise CheckpointError(
             f"expected {_IDS}, found none; engines take {_DEFAULT_IDS}: write those that the head was trained with"
         )
-    theta = found.rope_parameters.rope_theta if found.rope_parameters else found.rope_theta
+    theta = fields.rope_parameters.rope_theta if fields.rope_parameters else fields.rope_theta
     if theta is None:
         raise CheckpointError(
             "expected rope_theta, found none, for which engines take 10000. Write what the head was trained with."
         )
-    flags = {name: bool(getattr(found, name)) for name in _NORMS}
+    flags = {name: bool(getattr(fields, name)) for name in _NORMS}
     if eagle.norm_before_fc is not None:
         flags["norm_before_fc"] = eagle.norm_before_fc
     return Eagle3Config(
-        backbone_hidden_size=found.target_hidden_size or found.hidden_size,
-        draft_vocab_size=found.draft_vocab_size or found.vocab_size,
-        num_heads=found.num_attention_heads,
-        num_kv_heads=found.num_key_value_heads or found.num_attention_heads,
-        head_dim=found.head_dim or max(found.hidden_size // found.num_attention_heads, 1),
+        backbone_hidden_size=fields.target_hidden_size or fields.hidden_size,
+        draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
+        num_heads=fields.num_attention_heads,
+        num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
+        head_dim=fields.head_dim or max(fields.hidden_size // fields.num_attention_heads, 1),
         base_layers=tuple(layers),
         rope_theta=theta,
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
-        **{name: getattr(found, name) for name in _OWN_NAMES},
+        **{name: getattr(fields, name) for name in _OWN_NAMES},
         **flags,
     )
 

@@ -130,9 +130,9 @@ class GgufFormat:
         metadata = _metadata(config)
         planned: list[PlannedTensor] = []
         for role in (role for role in shapes_of(config) if self.name in role.names):
-            kept, name = arranged.kept[role.name], role.names[self.name]
-            coded = kept.how == CODES
-            planned.append(_plan_blocks(name, role.name, kept.weight) if coded else kept.tensor(name, role))
+            stored_as, name = arranged.kept[role.name], role.names[self.name]
+            coded = stored_as.how == CODES
+            planned.append(_plan_blocks(name, role.name, stored_as.weight) if coded else stored_as.tensor(name, role))
         if (factors := _frequency_factors(config)).size:
             planned.append(plan_array(_ROPE, factors))
         matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
@@ -159,8 +159,8 @@ class GgufFormat:
         if not path.is_file():
             path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
-        found = {name: (path, tensor) for name, tensor in stored.items()}
-        factors = Stored(*found[_ROPE]).array().reshape(-1) if _ROPE in found else _NO_FACTORS
+        places = {name: (path, tensor) for name, tensor in stored.items()}
+        factors = Stored(*places[_ROPE]).array().reshape(-1) if _ROPE in places else _NO_FACTORS
         rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
         with reading.naming(path):
             if (arch := metadata.get(ARCHITECTURE)) != ARCH:
@@ -170,7 +170,7 @@ class GgufFormat:
                     f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
                 )
             config = _config(metadata, rows, factors)
-            made = _metadata(config)
+            expected_keys = _metadata(config)
             if not np.array_equal(_frequency_factors(config), factors):
                 raise CheckpointError(
                     f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
@@ -178,15 +178,15 @@ class GgufFormat:
                 )
         # Plain floats are FP32 there.
         written: dict[str, Any] = {"general.type": "model"}
-        written |= {key: np.float32(value) if type(value) is float else value for key, value in made.items()}
+        written |= {key: np.float32(value) if type(value) is float else value for key, value in expected_keys.items()}
         documents = [
             {key: value.item() if isinstance(value, np.generic) else value for key, value in document.items()}
             for document in (metadata, written)
         ]
         unread = compare_document(path, *documents, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
-        names, known = {role: role.names[self.name] for role in shapes_of(config)}, (*reading.FLOATS, *_QUANTIZED)
-        expected = {names[role]: (shape, known) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(path, expected, found, more={_ROPE: (factors.shape, reading.FLOATS)})
+        names, readable = {role: role.names[self.name] for role in shapes_of(config)}, (*reading.FLOATS, *_QUANTIZED)
+        expected = {names[role]: (shape, readable) for role, shape in shapes_of(config).items()}
+        reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOATS)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
         floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats), unread=unread)
@@ -230,12 +230,12 @@ def _name_parts(base: str) -> dict[str, str]:
 
 def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
     """Where it came from, in the keys that the standard has for it."""
-    found = {"general.name": f"MTP drafter of {provenance['source.name']}"} if "source.name" in provenance else {}
+    keys = {"general.name": f"MTP drafter of {provenance['source.name']}"} if "source.name" in provenance else {}
     if "source.repository" in provenance:
-        found["general.source.repo_url"] = f"https://huggingface.co/{provenance['source.repository']}"
+        keys["general.source.repo_url"] = f"https://huggingface.co/{provenance['source.repository']}"
     if "source.url" in provenance:
-        found["general.source.url"] = provenance["source.url"]
-    return found
+        keys["general.source.url"] = provenance["source.url"]
+    return keys
 
 
 def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
@@ -307,14 +307,17 @@ def _metadata(config: DrafterConfig) -> dict[str, Any]:
         "rope.freq_base_swa": sliding.rope.theta,
         **({} if config.final_logit_softcap is None else {"final_logit_softcapping": config.final_logit_softcap}),
     }
-    own: dict[str, Any] = {"hidden_activation": config.hidden_activation}
+    extra_keys: dict[str, Any] = {"hidden_activation": config.hidden_activation}
     numbers = dict(keys)
     if FULL in config.layer_types:
-        own["rope.partial_rotary_factor"] = np.float64(full.rope.partial_rotary_factor)
+        extra_keys["rope.partial_rotary_factor"] = np.float64(full.rope.partial_rotary_factor)
         numbers[_FACTOR] = full.rope.factor
     inexact = [key for key in _NUMBERS if key in numbers and _plain(np.float32(numbers[key])) != numbers[key]]
-    own |= {key: np.float64(numbers[key]) for key in inexact}
-    return {**{f"{ARCH}.{key}": value for key, value in keys.items()}, **{OWN + key: own[key] for key in own}}
+    extra_keys |= {key: np.float64(numbers[key]) for key in inexact}
+    return {
+        **{f"{ARCH}.{key}": value for key, value in keys.items()},
+        **{OWN + key: extra_keys[key] for key in extra_keys},
+    }
 
 
 def _frequency_factors(config: DrafterConfig) -> Floats:
@@ -377,18 +380,19 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> Dr
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
         keys[_FACTOR] = _plain(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
-    found = reading.fields_of(keys, _Read)
-    heads = found.num_kv_heads if isinstance(found.num_kv_heads, list) else [found.num_kv_heads] * found.layers
-    if not found.layers == len(found.slides) == len(heads):
+    fields = reading.fields_of(keys, _Read)
+    heads = fields.num_kv_heads if isinstance(fields.num_kv_heads, list) else [fields.num_kv_heads] * fields.layers
+    if not fields.layers == len(fields.slides) == len(heads):
         raise CheckpointError(
-            f"expected sliding_window_pattern and head_count_kv of {found.layers} layers, found others. Check the file."
+            f"expected sliding_window_pattern and head_count_kv of {fields.layers} layers, found others. "
+            "Check the file."
         )
-    share = found.share or 2 * turned / found.head_dim or 1.0
-    full, sliding = RopeConfig(found.theta, share, found.factor), RopeConfig(found.sliding_theta)
+    share = fields.share or 2 * turned / fields.head_dim or 1.0
+    full, sliding = RopeConfig(fields.theta, share, fields.factor), RopeConfig(fields.sliding_theta)
     layers = tuple(
-        LayerConfig(SLIDING, found.sliding_head_dim, of_base, found.sliding_window, sliding)
+        LayerConfig(SLIDING, fields.sliding_head_dim, of_base, fields.sliding_window, sliding)
         if slides
-        else LayerConfig(FULL, found.head_dim, of_base, None, full)
-        for slides, of_base in zip(found.slides, heads, strict=True)
+        else LayerConfig(FULL, fields.head_dim, of_base, None, full)
+        for slides, of_base in zip(fields.slides, heads, strict=True)
     )
-    return DrafterConfig(vocab_size=vocabulary, layers=layers, **{name: getattr(found, name) for name in _SAME})
+    return DrafterConfig(vocab_size=vocabulary, layers=layers, **{name: getattr(fields, name) for name in _SAME})

@@ -35,8 +35,8 @@ def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[s
 def _mlx_in_full(entry: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
     """What the entry says of every packed module: its own, or what counts for those without one; affine by default."""
     default = {key: entry.get(key) for key in ("group_size", "bits")} | {"mode": entry.get("mode") or "affine"}
-    own = {module: entry[module] for module in packed if isinstance(entry.get(module), Mapping)}
-    modules = {module: {**default, **own.get(module, {})} for module in packed}
+    entries = {module: entry[module] for module in packed if isinstance(entry.get(module), Mapping)}
+    modules = {module: {**default, **entries.get(module, {})} for module in packed}
     return {**entry, **next(iter(modules.values())), **modules}
 
 

@@ -60,18 +60,18 @@ class LitertFormat:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            found = reading.fields_of(document, _Read)
-            config = found.config()
+            fields = reading.fields_of(document, _Read)
+            config = fields.config()
         shapes = shapes_of(config)
         names = {
-            role.name: found.tensors.get(role.name, role.names[self.name])
+            role.name: fields.tensors.get(role.name, role.names[self.name])
             for role in shapes
-            if role.name in found.tensors or not role.optional
+            if role.name in fields.tensors or not role.optional
         }
         unread = compare_document(path, document, _document(config, names))
         stored = reading.read_weights(directory, self.weights_file)
-        held = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
-        reading.check_tensors(directory / self.weights_file, held, stored)
+        expected = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
+        reading.check_tensors(directory / self.weights_file, expected, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {
             role.name: Stored(*stored[names[role.name]], names[role.name]) if role.name in names else filled(shape)
@@ -90,8 +90,8 @@ def _tensor_names(tensors: Mapping[str, Weight], num_layers: int) -> dict[str, s
     for role in roles_of(num_layers):
         tensor = tensors.get(role.name)
         if tensor is not None:
-            own = role.names[FORMAT.name]
-            names[role.name] = own if tensor.origin is None else first.setdefault(tensor.origin, own)
+            name = role.names[FORMAT.name]
+            names[role.name] = name if tensor.origin is None else first.setdefault(tensor.origin, name)
     return names
 
 

@@ -251,8 +251,8 @@ class _Text(Struct):
         """The layer of that number and type."""
         head_dim, kv_heads = self.head_dim, self.num_key_value_heads
         if self.per_layer_config is not None:
-            own = self.per_layer_config.get(str(index), _Layer())
-            head_dim, kv_heads = own.head_dim or head_dim, own.num_key_value_heads or kv_heads
+            entry = self.per_layer_config.get(str(index), _Layer())
+            head_dim, kv_heads = entry.head_dim or head_dim, entry.num_key_value_heads or kv_heads
         elif layer_type == FULL:
             head_dim = self.global_head_dim
             if self.attention_k_eq_v:
@@ -286,13 +286,13 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
             "drafter's directory, not the base model's."
         )
-    found, head = fields_of(document, _Document), None
-    text = found.text_config
-    if found.use_ordered_embeddings:
+    fields, head = fields_of(document, _Document), None
+    text = fields.text_config
+    if fields.use_ordered_embeddings:
         ordered = fields_of(document, _OrderedHead)
         head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
     return DrafterConfig(
-        backbone_hidden_size=found.backbone_hidden_size,
+        backbone_hidden_size=fields.backbone_hidden_size,
         layers=tuple(text.layer(index, kind) for index, kind in enumerate(text.layer_types)),
         ordered_head=head,
         **{field: getattr(text, key) for key, field in _TEXT_FIELDS.items()},

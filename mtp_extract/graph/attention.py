@@ -116,17 +116,17 @@ class AttentionReader:
         if any(query.query is not queries[0].query for query in queries):
             raise UnreadableError("joins elements of different queries")
         terms = max(query.number.shape[-1] for query in queries)
-        made = moved(self.graph, node, (query.with_terms(terms).terms for query in queries))
-        found = tuple(Rotated(queries[0].query, each) for each in made)
-        return found if len(found) > 1 else found[0]
+        moved_terms = moved(self.graph, node, (query.with_terms(terms).terms for query in queries))
+        results = tuple(Rotated(queries[0].query, each) for each in moved_terms)
+        return results if len(results) > 1 else results[0]
 
     def _moved_view(self, node: Node, form: Cache | Scored) -> Cache | Scored:
         """A cache or scores with the axes in another order, joined, split, repeated, or some elements chosen."""
         kind, view = node.kind, form.view
         if kind in ("RESHAPE", "SQUEEZE", "EXPAND_DIMS"):
             # Sizes alone: NumPy reshapes a view of one byte.
-            (made,) = moved(self.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
-            return replace(form, view=view.reshaped(made.shape))
+            (reshaped,) = moved(self.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
+            return replace(form, view=view.reshaped(reshaped.shape))
         if kind not in ("TRANSPOSE", "BROADCAST_TO", "GATHER"):
             raise UnreadableError("moves elements of a cache or of scores otherwise than a drafter does")
         numbers = self.graph.integers(node.operand(1))
@@ -143,8 +143,8 @@ class AttentionReader:
         if node.operand(1).depends & ~Depends.POSITION or node.operand(2).depends:
             raise UnreadableError("chooses elements by what is computed")
         begins, sizes, view = self.positions.table(node.operand(1)), self.graph.integers(node.operand(2)), form.view
-        for axis, (begin, size, whole) in enumerate(zip(begins.T, sizes.tolist(), view.shape, strict=True)):
-            if not ((begin >= 0) & (begin + size <= whole)).all():
+        for axis, (begin, size, length) in enumerate(zip(begins.T, sizes.tolist(), view.shape, strict=True)):
+            if not ((begin >= 0) & (begin + size <= length)).all():
                 raise UnreadableError("takes elements that its operand lacks")
             if (begin == begin[0]).all():
                 view = view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
@@ -170,7 +170,7 @@ class AttentionReader:
 
     def _product(self, node: Node, operands: list[Form | None]) -> Form:
         """BATCH_MATMUL of a query and K, or of weights and V."""
-        left, right = operands
+        first, right = operands
         flips = [bool(Call(self.graph, node).option(slot, "?", False)) for slot in (0, 1)]
         if not isinstance(right, Cache):
             raise UnreadableError("multiplies what no attention multiplies, or the other way round")
@@ -179,9 +179,9 @@ class AttentionReader:
             raise UnreadableError(f"multiplies {tensors[0].type_name} and makes {tensors[2].type_name} of it")
         if any(tensor.type not in FLOAT_TYPES and grid_of(tensor) is None for tensor in tensors):
             raise UnreadableError(f"multiplies {right.name} as integers that have no scale")
-        if isinstance(left, Scored):
-            return self.mixed(left, right, *flips)
-        return self.scores(self.rotated(left), right, *flips)
+        if isinstance(first, Scored):
+            return self.mixed(first, right, *flips)
+        return self.scores(self.rotated(first), right, *flips)
 
     # Element by element.
 
@@ -214,20 +214,20 @@ class AttentionReader:
         if kind == "NEG" and len(forms) == 1:
             return forms[0].times(-1.0)
         if kind in ("ADD", "SUB") and len(forms) == 2:
-            one, other = forms
-            if one.query is not other.query or one.terms.shape != other.terms.shape:
+            first, other = forms
+            if first.query is not other.query or first.terms.shape != other.terms.shape:
                 raise UnreadableError("adds elements of different queries")
-            return one.plus(other.times(-1.0) if kind == "SUB" else other)
+            return first.plus(other.times(-1.0) if kind == "SUB" else other)
         if len(forms) != 1 or len(operands) != 2 or not (kind == "MUL" or (kind == "DIV" and queries == [0])):
             raise UnreadableError("computes something of a query")
         rotated, at = Rotated(forms[0].query, np.broadcast_to(forms[0].terms, shape)), 1 - queries[0]
         constant, value = operands[at], node.operand(at)
         if isinstance(constant, Term) and not value.depends:
             numbers = np.broadcast_to(self.expressions.numbers_of(self.graph, constant), shape)[..., None]
-            made = rotated.times(numbers if kind == "MUL" else 1 / numbers)
-            if not np.isfinite(made.number).all():
+            scaled = rotated.times(numbers if kind == "MUL" else 1 / numbers)
+            if not np.isfinite(scaled.number).all():
                 raise UnreadableError("multiplies a query by what is no number")
-            return made
+            return scaled
         if holds_codes(value.tensor):
             raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
         table = value.depends == Depends.POSITION and value.tensor.type in FLOAT_TYPES
@@ -351,8 +351,8 @@ class AttentionReader:
             raise UnreadableError("brings a score together with a query or a cache")
         if node.kind == "SOFTMAX":
             return self._softmax(node, rows[0])
-        given = (f.stage if isinstance(f, Scored) else self.expressions.number_of(f) for f in operands)
-        stage = _STAGES.get((node.kind, *given))
+        stages = (f.stage if isinstance(f, Scored) else self.expressions.number_of(f) for f in operands)
+        stage = _STAGES.get((node.kind, *stages))
         if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
             return self._masked(node, operands, rows)
         if stage is None:
@@ -361,10 +361,10 @@ class AttentionReader:
             )
         if node.kind in REDUCTIONS:
             return self._reduced(node, rows[0], stage)
-        whole = max(rows, key=lambda row: math.prod(row.view.shape))
-        if any(row is not whole and not _same_rows(whole, row) for row in rows):
+        widest = max(rows, key=lambda row: math.prod(row.view.shape))
+        if any(row is not widest and not _same_rows(widest, row) for row in rows):
             raise UnreadableError("brings scores and a number of other rows together")
-        return replace(whole, stage=stage)
+        return replace(widest, stage=stage)
 
     def _all_slots(self, view: View, axis: int) -> bool:
         label, places, start = view.along(axis)
@@ -403,9 +403,9 @@ class AttentionReader:
         if numbers.size != 1 or start is None or not (belongs and fits) or shape[at] != self.positions.slots:
             raise UnreadableError("puts scores where they do not belong")
         tree = ("window", scored.scores.tree, Window(start, places.size), float(numbers[0]))
-        by_slot = np.outer([own == label for own in view.labels], np.arange(shape[at]))
-        whole = replace(view.with_axis(at, by_slot), starts={})
-        return Scored("score", replace(scored.scores, tree=tree), whole)
+        by_slot = np.outer([slot_label == label for slot_label in view.labels], np.arange(shape[at]))
+        full_view = replace(view.with_axis(at, by_slot), starts={})
+        return Scored("score", replace(scored.scores, tree=tree), full_view)
 
     def _ground(self, around: Value) -> Floats:
         """The numbers of a constant that is stored, or filled with one number."""
@@ -481,10 +481,12 @@ def _factor(kind: str, parts: list[Any]) -> float | None:
     return 1 / numbers[0] if kind == "DIV" and numbers == parts[1:] and numbers[0] else None
 
 
-def _same_rows(whole: Scored, one: Scored) -> bool:
-    """Whether ``one``, a number a row, is of the same scores and rows as ``whole``."""
-    if whole.scores is not one.scores or len(whole.view.axes) != len(one.view.axes):
+def _same_rows(widest: Scored, narrow: Scored) -> bool:
+    """Whether ``narrow``, a number a row, is of the same scores and rows as ``widest``."""
+    if widest.scores is not narrow.scores or len(widest.view.axes) != len(narrow.view.axes):
         return False
-    at = whole.slot_axis
-    rest = [axis for axis in range(len(whole.view.axes)) if axis != at]
-    return one.view.shape[at] == 1 and np.array_equal(whole.view.places(rest, "row"), one.view.places(rest, "row"))
+    at = widest.slot_axis
+    rest = [axis for axis in range(len(widest.view.axes)) if axis != at]
+    return narrow.view.shape[at] == 1 and np.array_equal(
+        widest.view.places(rest, "row"), narrow.view.places(rest, "row")
+    )

@@ -81,10 +81,10 @@ def read_first(model: TfliteModel) -> Signature:
     Raises:
         RoleError: none computes logits of embeddings.
     """
-    whole = [s for s in model.signatures if LOGITS in s.outputs and EMBEDDINGS in s.inputs]
-    if not whole:
+    candidates = [s for s in model.signatures if LOGITS in s.outputs and EMBEDDINGS in s.inputs]
+    if not candidates:
         raise RoleError(f"No signature computes {LOGITS!r} of {EMBEDDINGS!r}: this is no decoder of a base.")
-    return min(whole, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
+    return min(candidates, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
 
 
 @computing("The graph")
@@ -150,7 +150,7 @@ class _Base(Blocks):
     def _per_layer(self, name: str, out: Expr, sources: list[Expr]) -> Expr:
         """The branch that adds the layer's own embedding of the token; returns the stream before it."""
         branch, middle, factor = self.residual(name, out)
-        product, own = self.norm(f"{name}.post_per_layer_norm", branch)
+        product, norm_factor = self.norm(f"{name}.post_per_layer_norm", branch)
         if product.kind != "matrix" or factor != 1:
             raise RoleError(
                 f"{name}.per_layer_projection: expected a product with a matrix, found {self.shown(product)}."
@@ -158,10 +158,10 @@ class _Base(Blocks):
         gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
         root = up.parts[0] if up.kind == "part" else up
         common = next((factor / self.scale_of(e) for e, factor in root.terms.items() if e.kind != "input"), 1.0)
-        after = abs(own * share * common)
-        if not any(math.isclose(after, known, rel_tol=_RELATIVE) for known in (_HALF_ROOT, 1.0)):
+        after = abs(norm_factor * share * common)
+        if not any(math.isclose(after, allowed, rel_tol=_RELATIVE) for allowed in (_HALF_ROOT, 1.0)):
             raise RoleError(f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} after it, found {after:g}.")
-        self.linear(f"{name}.per_layer_projection", product, own, meant=own)
+        self.linear(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
         if not math.isclose(after, _HALF_ROOT, rel_tol=_RELATIVE):
             self.roles[-1] = replace(self.roles[-1], other_factors=(_HALF_ROOT,))
         if self.linear(f"{name}.per_layer_gate", gate, scale) is not middle:
@@ -182,12 +182,12 @@ class _Base(Blocks):
                     f"layers.{index}: expected the part of the per-layer embeddings at {index * up.size}, found {at}."
                 )
         normed = self._normed_beside_input(root)
-        projected, own = self.norm("per_layer_projection_norm", normed)
+        projected, norm_factor = self.norm("per_layer_projection_norm", normed)
         factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
-        read = self.linear(role, projected, own, meant=factor)
+        read = self.linear(role, projected, norm_factor, meant=factor)
         stored = self.roles[-1].factor
         # The exporter may have multiplied the weight, or its scales, by the factor.
-        if not any(math.isclose(stored, known, rel_tol=_RELATIVE) for known in (1.0, factor)):
+        if not any(math.isclose(stored, allowed, rel_tol=_RELATIVE) for allowed in (1.0, factor)):
             raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
         self.require_input(role, read, EMBEDDINGS)
 
@@ -196,8 +196,8 @@ class _Base(Blocks):
         table = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
         normed = next(e for e in root.terms if e is not table)
         factor = 0.0 if table is None else root.terms[table] * self.scale_of(normed) / root.terms[normed]
-        known = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
-        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in known):
+        allowed = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
+        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in allowed):
             raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
         self.per_layer_factor = factor
         return normed
@@ -222,9 +222,9 @@ class _Base(Blocks):
 
     def _sources(self, start: Value) -> tuple[set[Expr], set[str]]:
         """What ``start`` is computed from: the nearest norms, and the caches that were written."""
-        found = list(ancestors(start, self.stops))
-        norms = {self.norms[id(value)] for value in found if id(value) in self.norms}
-        return norms, {name for name, node in self.writers.items() if any(value.producer is node for value in found)}
+        sources = list(ancestors(start, self.stops))
+        norms = {self.norms[id(value)] for value in sources if id(value) in self.norms}
+        return norms, {name for name, node in self.writers.items() if any(value.producer is node for value in sources)}
 
     def _normed(self, cache: str) -> Expr:
         """The norm whose result is written into ``cache``."""
@@ -236,7 +236,7 @@ class _Base(Blocks):
     def _owner(self, cache: str, first: int) -> None:
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
         k_norm, v_norm = self._normed(cache), self._normed(cache.replace(_KEYS, _VALUES))
-        key, found = self.match(k_norm), self.match(v_norm)
+        key, value_norm = self.match(k_norm), self.match(v_norm)
         fed = key.of.parts[1] if key is not None and key.of.kind == "matrix" else None
         if fed not in self.normed:
             raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
@@ -245,10 +245,10 @@ class _Base(Blocks):
         if index != first:
             raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
         self.linear(f"{name}.k_proj", *self.norm(f"{name}.k_norm", k_norm))
-        if v_norm is k_norm or found is None or not self._is_ones(found.weight):
+        if v_norm is k_norm or value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
-        self.eps.add(float(f"{found.eps:.6g}"))
-        if self.linear(f"{name}.v_proj", found.of, found.factor) is not fed:
+        self.eps.add(float(f"{value_norm.eps:.6g}"))
+        if self.linear(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
             raise RoleError(f"{name}.v_proj does not read what k_proj reads.")
 
     def _is_ones(self, weight: Expr | None) -> bool:
@@ -271,8 +271,8 @@ def _caches(graph: FlatGraph) -> list[str]:
 
 def _writers(graph: FlatGraph) -> dict[str, Node]:
     """By name of a cache, the operator that writes it."""
-    made = {name: handed_on(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
-    return {name: node for name, node in made.items() if node is not None and node.kind == _UPDATE}
+    writers = {name: handed_on(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
+    return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
 def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
@@ -314,7 +314,7 @@ def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def _match_by_numbers(
-    graph: FlatGraph, known: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
+    graph: FlatGraph, walked: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
 ) -> Iterator[FoundRole]:
     """The roles that are ``missing``, in those of the constants ``strangers`` that hold their numbers."""
     by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
@@ -323,7 +323,7 @@ def _match_by_numbers(
             by_numbers[_numbers(graph, role.tensor)].append(role)
     if not by_numbers:
         return
-    no_weights = {_numbers(graph, entry.tensor) for entry in known.aside if entry.tensor.type in NUMBER_TYPES}
+    no_weights = {_numbers(graph, entry.tensor) for entry in walked.aside if entry.tensor.type in NUMBER_TYPES}
     present = set[object]()
     for value in strangers:
         content = _numbers(graph, value.tensor)
@@ -343,12 +343,12 @@ def _match_by_numbers(
         )
 
 
-def _expected(known: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
-    """The roles of ``known`` up to the last that is ``computed``, in the order of execution; a signature that fills the
-    caches ends with K and V of a layer, whose query it does not compute.
+def _expected(walked: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+    """The roles of ``walked`` up to the last that is ``computed``, in the order of execution; a signature that fills
+    the caches ends with K and V of a layer, whose query it does not compute.
     """
-    by_name = {role.role: role for role in known.roles}
-    names = [role.name for role in roles_of(known.layers, architecture=GEMMA4) if role.name in by_name]
+    by_name = {role.role: role for role in walked.roles}
+    names = [role.name for role in roles_of(walked.layers, architecture=GEMMA4) if role.name in by_name]
     last = max((index for index, name in enumerate(names) if name in computed), default=-1)
     query = {f"{names[last].rpartition('.')[0]}.{part}" for part in ("q_proj", "q_norm")} if last >= 0 else set()
     return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
@@ -384,8 +384,8 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     roles = []
     for index, (node, factor) in enumerate(tables):
         stored = root / (factor * later)
-        known = next((number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_RELATIVE)), None)
-        if known is None:
+        exact = next((number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_RELATIVE)), None)
+        if exact is None:
             raise RoleError(
                 f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
                 f"less what the decoder multiplies by), or 1, found {factor:g}."
@@ -395,7 +395,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
             raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
         quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
         name, why = f"{role}.{index}" if len(tables) > 1 else role, f"the table of {node.op.label}"
-        roles.append(FoundRole(name, table.tensor, table.tensor.shape, known, why, (), *quantized, node.outputs[0]))
+        roles.append(FoundRole(name, table.tensor, table.tensor.shape, exact, why, (), *quantized, node.outputs[0]))
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 

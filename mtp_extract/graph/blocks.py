@@ -59,10 +59,10 @@ class Blocks:
 
     def output(self, name: str) -> tuple[Expr, float]:
         """The expression and factor of an output."""
-        found = self.reading.forms.get(id(self.graph.outputs[name]))
-        if not isinstance(found, Term) or not found.whole:
+        form = self.reading.forms.get(id(self.graph.outputs[name]))
+        if not isinstance(form, Term) or not form.whole:
             raise RoleError(f"The output {name!r} is not computed of the activations, or in another order.")
-        return found.expr, found.factor
+        return form.expr, form.factor
 
     @staticmethod
     def shown(expr: Expr) -> str:
@@ -146,37 +146,37 @@ class Blocks:
 
     def norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
         """Take a norm; what it is of, and the factor of that."""
-        found = self.match(expr)
-        if found is None:
+        norm = self.match(expr)
+        if norm is None:
             raise RoleError(f"{role}: expected an RMSNorm, found {self.shown(expr)}.")
-        self.eps.add(float(f"{found.eps:.6g}"))
-        result, own, number = self.result_of(expr)
-        if number is None and not close(abs(own), found.factor):
-            raise UnsupportedError(f"{role}: it is {own / found.factor:g} times a norm.")
+        self.eps.add(float(f"{norm.eps:.6g}"))
+        result, norm_factor, number = self.result_of(expr)
+        if number is None and not close(abs(norm_factor), norm.factor):
+            raise UnsupportedError(f"{role}: it is {norm_factor / norm.factor:g} times a norm.")
         tensor = None if number is None else number.tensor
-        if found.weight is not None:
-            weight = found.weight.parts[0] if found.weight.kind == "tiled" else found.weight
+        if norm.weight is not None:
+            weight = norm.weight.parts[0] if norm.weight.kind == "tiled" else norm.weight
             tensor = weight.parts[0].tensor
-            if tensor.elements != found.width or tensor.shape[-1] != found.width:
-                raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {found.width}.")
+            if tensor.elements != norm.width or tensor.shape[-1] != norm.width:
+                raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {norm.width}.")
         why = "its weight was 1 and was folded away" if tensor is None else "weight of an RMSNorm"
         names = tuple(t.name for t in result.tensors)
-        self.roles.append(FoundRole(role, tensor, (found.width,), 1.0, why, names, result=result))
-        return found.of, math.copysign(found.factor, 1.0 if number is not None else own)
+        self.roles.append(FoundRole(role, tensor, (norm.width,), 1.0, why, names, result=result))
+        return norm.of, math.copysign(norm.factor, 1.0 if number is not None else norm_factor)
 
     def require_normed(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
         """Take a norm of ``factor × stream``."""
-        of, own = self.norm(role, normed)
-        if of is not stream or not close(own, factor):
+        of, norm_factor = self.norm(role, normed)
+        if of is not stream or not close(norm_factor, factor):
             raise RoleError(f"{role} does not read the residual stream.")
 
     def result_of(self, expr: Expr) -> tuple[Value, float, Value | None]:
         """Where a norm's result is found, its factor there, and the one number that all its weights are."""
-        found = self.match(expr)
-        if found is not None and found.weight is None:
+        norm = self.match(expr)
+        if norm is not None and norm.weight is None:
             for term, value in self.reading.scaled.get(expr, ()):
                 number = term.numbers[-1]
-                if number.constant and close(term.factor, found.factor * float(self.graph.floats(number)[0])):
+                if number.constant and close(term.factor, norm.factor * float(self.graph.floats(number)[0])):
                     return value, term.factor, number
         return *self.reading.first[expr], None
 
@@ -251,9 +251,9 @@ class Blocks:
         branch, middle, factor = self.residual(name, out)
         if factor != 1:
             raise RoleError(f"{name}: its residual stream is scaled within the layer.")
-        product, own = self.norm(f"{name}.post_ffw_norm", branch)
+        product, norm_factor = self.norm(f"{name}.post_ffw_norm", branch)
         read, meant = self._down_input(name, product)
-        self.linear(f"{name}.down_proj", product, own, meant=meant)
+        self.linear(f"{name}.down_proj", product, norm_factor, meant=meant)
         self.require_normed(f"{name}.pre_ffw_norm", read, middle, 1.0)
         return middle
 
@@ -297,23 +297,23 @@ class Blocks:
         for gate, power in powers.items():
             halves = [e for e in powers if e is not gate]
             if power == 1 and len(halves) == 1 and powers[halves[0]] == 1:
-                found = self._half_of_gelu(halves[0], gate)
-                if found is not None:
-                    scale, share = found
+                activation = self._half_of_gelu(halves[0], gate)
+                if activation is not None:
+                    scale, share = activation
                     yield gate, "gelu_pytorch_tanh", scale, share / scale
 
     def _half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
         """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share."""
-        one = half.terms.get(self.expressions.one, 0.0)
+        unit = half.terms.get(self.expressions.one, 0.0)
         function = next((e for e in half.terms if e.kind == "function"), None)
-        if function is None or len(half.terms) != 2 or not close(half.terms[function], one):
+        if function is None or len(half.terms) != 2 or not close(half.terms[function], unit):
             return None
         name, factor, inner = function.parts
         cubed = self.expressions.product({gate: 3.0}, gate.size)
         if name != "TANH" or set(inner.terms) != {gate, cubed}:
             return None
         scale, cube = inner.terms[gate] * factor / _GELU_SLOPE, inner.terms[cubed] * factor
-        return (scale, 2 * one) if close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
+        return (scale, 2 * unit) if close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
 
 
 def _is_weight(expr: Expr) -> bool:

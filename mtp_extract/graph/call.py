@@ -96,8 +96,8 @@ def keeps_numbers(node: Node) -> bool:
         return {source.type, target.type} <= FLOAT_TYPES
     if node.kind == "DEQUANTIZE":
         # The codes of a constant may have several scales.
-        known = node.operand(0).constant or source.type in FLOAT_TYPES or holds_codes(source)
-        return target.type is TensorType.FLOAT32 and known
+        has_numbers = node.operand(0).constant or source.type in FLOAT_TYPES or holds_codes(source)
+        return target.type is TensorType.FLOAT32 and has_numbers
     return holds_codes(target) and (source.type in FLOAT_TYPES or holds_codes(source))
 
 

@@ -71,15 +71,15 @@ def _window_elsewhere(config: DrafterConfig) -> int:
     Raises:
         UnsupportedError: the shape is not a known one.
     """
-    known = known_drafter(config)
-    if known is None:
+    geometry = known_drafter(config)
+    if geometry is None:
         raise UnsupportedError(
             "Running the graph does not tell how long its sliding window is: the runtime applies it (an input "
             "mask_local), it is longer than the file's caches, or slots are weighed otherwise than by an attention. "
             "Its geometry is not a known one. Say how long it is.",
             remedies=("sliding_window=N",),
         )
-    return int(known["sliding_window"])
+    return int(geometry["sliding_window"])
 
 
 def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
@@ -96,8 +96,8 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
         types = [FULL if la.key in last else SLIDING for la in layers]
     pairs = sorted({(t, la.key, la.value) for la, t in zip(layers, types, strict=True)})
     if len(pairs) > len(set(types)) or len({name for _, *names in pairs for name in names}) < 2 * len(pairs):
-        found = ", ".join(f"{escape(key)} and {escape(value)} by {t} layers" for t, key, value in pairs)
-        raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {found}.")
+        listed = ", ".join(f"{escape(key)} and {escape(value)} by {t} layers" for t, key, value in pairs)
+        raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {listed}.")
     return tuple(types)
 
 

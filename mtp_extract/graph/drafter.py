@@ -103,8 +103,8 @@ class DrafterWalk(Blocks):
             ("input", ACTIVATIONS, graph.inputs),
         ):
             if name not in names:
-                found = ", ".join(map(escape, names)) or "none"
-                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {found}): this is not a drafter.")
+                listed = ", ".join(map(escape, names)) or "none"
+                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {listed}): this is not a drafter.")
             tensor = names[name].tensor
             if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
                 raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
@@ -180,9 +180,9 @@ class DrafterWalk(Blocks):
 
     def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
         scores, graph, positions = attention.scores, self.graph, self.reading.inside.positions
-        query, found = scores.rotated.query, self.match(scores.rotated.query)
+        query, norm = scores.rotated.query, self.match(scores.rotated.query)
         kv_heads, width = heads_and_width(graph.inputs[scores.key].tensor.shape, scores.axes)
-        if found is None or width != found.width or query.size % width:
+        if norm is None or width != norm.width or query.size % width:
             raise RoleError(f"{name}: its query and its caches do not fit together.")
         heads = query.size // width
         rotation = rotation_of(name, scores, heads, kv_heads, positions)

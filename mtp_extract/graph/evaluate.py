@@ -149,13 +149,13 @@ def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = Fals
         if len(operands) != count:
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
         names = {call.tensor(i).type_name for i in range(count)}
-        made = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
+        types = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
         if names & _SMALL_INTEGERS:
             raise call.refuse(
                 f"computes with {' and '.join(sorted(names))}, as LiteRT's kernels do in ways of their own"
             )
-        if len(names) > 1 or (made and made != names):
-            raise call.refuse(f"mixes {' and '.join(sorted(names | made))}")
+        if len(names) > 1 or (types and types != names):
+            raise call.refuse(f"mixes {' and '.join(sorted(names | types))}")
         if whole and operands[0].dtype.kind != "f":
             return _whole(call, function, *operands)
         return np.asarray(function(*operands))
@@ -228,8 +228,8 @@ def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array,
         for i, value in enumerate(node.inputs)
         if value is not None
     ]
-    made = MOVING[node.kind](Call(graph, node), *given)
-    return tuple(map(np.asarray, made)) if isinstance(made, tuple) else (np.asarray(made),)
+    results = MOVING[node.kind](Call(graph, node), *given)
+    return tuple(map(np.asarray, results)) if isinstance(results, tuple) else (np.asarray(results),)
 
 
 # Evaluation.
@@ -283,8 +283,8 @@ def evaluate(
         fed = {name: np.moveaxis(a[at : at + step] if name in several else a, 0, -1) for name, a in inputs.items()}
         parts.append(_run(graph, fed, nodes, wanted, {key: np.moveaxis(a, 0, -1) for key, a in known.items()}))
     return [
-        np.moveaxis(np.concatenate(own, -1) if several & inputs_of([value]) else own[0], -1, 0)
-        for value, own in zip(wanted, zip(*parts, strict=True), strict=True)
+        np.moveaxis(np.concatenate(pieces, -1) if several & inputs_of([value]) else pieces[0], -1, 0)
+        for value, pieces in zip(wanted, zip(*parts, strict=True), strict=True)
     ]
 
 
@@ -322,12 +322,12 @@ def _run(
                 results = _computed(call, operands)
             if len(results) != len(node.outputs):
                 raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results)}.")
-            for value, made in zip(node.outputs, results, strict=True):
-                if made.dtype != DTYPES.get(value.tensor.type, np.void):
-                    raise call.refuse(f"makes {made.dtype.name} where {value.label} should be")
-                if made.shape[:-1] != tuple(value.tensor.shape):
-                    raise FormatError(f"{value.label} is computed as {list(made.shape[:-1])}: the graph is damaged.")
-                known[id(value)] = made
+            for value, array in zip(node.outputs, results, strict=True):
+                if array.dtype != DTYPES.get(value.tensor.type, np.void):
+                    raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
+                if array.shape[:-1] != tuple(value.tensor.shape):
+                    raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
+                known[id(value)] = array
             for done in (*node.inputs, *node.outputs):
                 if last.get(id(done), node) is node:
                     known.pop(id(done), None)
@@ -336,14 +336,14 @@ def _run(
 
 def _check_bits(call: Call) -> None:
     """Of numbers of few bits only floats are made, but numbers may be rounded to half precision and moved there."""
-    kind, made = call.node.kind, [value.tensor for value in call.node.outputs]
-    seen = [call.tensor(position) for position in range(len(call.node.inputs))]
-    if not any(map(has_few_bits, (*seen, *made))):
+    kind, results = call.node.kind, [value.tensor for value in call.node.outputs]
+    operands = [call.tensor(position) for position in range(len(call.node.inputs))]
+    if not any(map(has_few_bits, (*operands, *results))):
         return
-    on_grid = any(map(holds_codes, (*seen, *made)))
-    types = {tensor.type for tensor in made} | {seen[i].type for i in LAYOUT.get(kind, ()) if i < len(seen)}
+    on_grid = any(map(holds_codes, (*operands, *results)))
+    types = {tensor.type for tensor in results} | {operands[i].type for i in LAYOUT.get(kind, ()) if i < len(operands)}
     moves = kind in LAYOUT and len(types) == 1 and not on_grid
-    widens = not any(map(has_few_bits, made)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
+    widens = not any(map(has_few_bits, results)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
     narrows = kind == "CAST" and types <= FLOAT_TYPES and not on_grid
     if not (moves or widens or narrows):
         raise call.refuse("computes with numbers of few bits")
@@ -363,8 +363,10 @@ def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
         return _moved(call, operands, moved)
     if kind == "GATHER" and counts[0] == 1:
         return (_looked_up(call, *operands),)
-    made = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(max(counts))]
-    return tuple(np.stack(own, -1) for own in (zip(*made, strict=True) if isinstance(made[0], tuple) else [made]))
+    results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(max(counts))]
+    return tuple(
+        np.stack(arrays, -1) for arrays in (zip(*results, strict=True) if isinstance(results[0], tuple) else [results])
+    )
 
 
 def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:
@@ -374,8 +376,8 @@ def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[A
         raise call.refuse("brings different types together")
 
     def record(x: Array) -> Array:
-        whole = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))
-        return whole.view((np.void, samples * x.itemsize))
+        contiguous = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))
+        return contiguous.view((np.void, samples * x.itemsize))
 
     made = KERNELS[call.node.kind](call, *((record(x) if i in moved else x)[..., 0] for i, x in enumerate(operands)))
     results = made if isinstance(made, tuple) else (made,)
@@ -384,8 +386,8 @@ def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[A
 
 def _looked_up(call: Call, table: Array, chosen: Array) -> Array:
     """What every sample takes of one table: the samples are one more axis of what is chosen, its first."""
-    made = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
-    return np.moveaxis(made, call.option(0, "i") % (table.ndim - 1), -1)
+    picked = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
+    return np.moveaxis(picked, call.option(0, "i") % (table.ndim - 1), -1)
 
 
 def _constant(graph: FlatGraph, tensor: Tensor) -> Array:

@@ -111,10 +111,10 @@ class Expressions:
         return Term(1.0, self.expr(kind, *parts, size=size), np.arange(size))
 
     def product(self, powers: Mapping[Expr, float], size: int) -> Expr:
-        left = {expr: power for expr, power in powers.items() if power}
-        if list(left.values()) == [1]:
-            return next(iter(left))
-        return self.expr("product", frozenset(left.items()), size=size)
+        remaining = {expr: power for expr, power in powers.items() if power}
+        if list(remaining.values()) == [1]:
+            return next(iter(remaining))
+        return self.expr("product", frozenset(remaining.items()), size=size)
 
     def number(self, number: float, *constants: Value) -> Term:
         """A number, and the constants that it is made of."""
@@ -138,37 +138,37 @@ class Expressions:
 
     # Arithmetic, element by element.
 
-    def multiply(self, one: Term, other: Term) -> Term:
-        left, right, ids = self.aligned(one, other)
-        powers = left.powers
+    def multiply(self, term: Term, other: Term) -> Term:
+        first, right, ids = self.aligned(term, other)
+        powers = first.powers
         for expr, power in right.powers.items():
             powers[expr] = powers.get(expr, 0.0) + power
-        expr = self.product(powers, max(left.size, right.size))
-        if expr is self.one and left is not self.one:
+        expr = self.product(powers, max(first.size, right.size))
+        if expr is self.one and first is not self.one:
             raise UnreadableError("divides a value by itself")
         # The constants of a product are those that multiply all of it.
-        numbers = (*one.numbers, *other.numbers) if self.one in (left, right) else ()
-        return Term(one.factor * other.factor, expr, ids, numbers)
+        numbers = (*term.numbers, *other.numbers) if self.one in (first, right) else ()
+        return Term(term.factor * other.factor, expr, ids, numbers)
 
-    def add(self, one: Term, other: Term, sign: float = 1.0) -> Term:
+    def add(self, term: Term, other: Term, sign: float = 1.0) -> Term:
         if other.factor == 0 and other.expr is self.one:
-            return replace(one, ids=np.broadcast_arrays(one.ids, other.ids)[0])
-        left, right, ids = self.aligned(one, other)
-        factors = {left: one.factor}
+            return replace(term, ids=np.broadcast_arrays(term.ids, other.ids)[0])
+        first, right, ids = self.aligned(term, other)
+        factors = {first: term.factor}
         factors[right] = factors.get(right, 0.0) + sign * other.factor
         if not all(factor and math.isfinite(factor) for factor in factors.values()):
             raise UnreadableError("adds nothing or no number, or takes all of a value away")
         if len(factors) == 1:
-            return Term(factors[left], left, ids)
-        return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)
+            return Term(factors[first], first, ids)
+        return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(first.size, right.size)), ids)
 
-    def power(self, one: Term, exponent: float) -> Term:
+    def power(self, term: Term, exponent: float) -> Term:
         """A root or a quotient only of what is above 0: a mean of squares plus an epsilon."""
-        above = one.factor > 0 and all(self.is_positive(expr) for expr in one.expr.powers)
+        above = term.factor > 0 and all(self.is_positive(expr) for expr in term.expr.powers)
         if not exponent or ((exponent != int(exponent) or exponent < 0) and not above):
             raise UnreadableError("takes a root or a quotient of what may be negative")
-        powers = {expr: power * exponent for expr, power in one.expr.powers.items()}
-        return Term(one.factor**exponent, self.product(powers, one.expr.size), one.ids)
+        powers = {expr: power * exponent for expr, power in term.expr.powers.items()}
+        return Term(term.factor**exponent, self.product(powers, term.expr.size), term.ids)
 
     def is_positive(self, expr: Expr) -> bool:
         """Whether it is a sum of even powers and a positive number."""
@@ -178,33 +178,33 @@ class Expressions:
         others = [term for term in expr.terms if term not in squares]
         return others == [self.one] and all(factor > 0 for factor in expr.terms.values())
 
-    def groups(self, one: Term, width: int, *, mean: bool) -> Term:
+    def groups(self, term: Term, width: int, *, mean: bool) -> Term:
         """The sum, or mean, of every ``width`` elements."""
-        count = one.expr.size // width
-        expr = self.expr("groups", one.expr, width, size=count)
-        return Term(one.factor / (width if mean else 1), expr, np.arange(count), one.numbers)
+        count = term.expr.size // width
+        expr = self.expr("groups", term.expr, width, size=count)
+        return Term(term.factor / (width if mean else 1), expr, np.arange(count), term.numbers)
 
     # Elements.
 
-    def aligned(self, one: Term, other: Term) -> tuple[Expr, Expr, Ids]:
+    def aligned(self, term: Term, other: Term) -> tuple[Expr, Expr, Ids]:
         """Both as vectors of the same size, element by element, and the order of the result's elements in them."""
-        left, right = np.broadcast_arrays(one.ids, other.ids)
+        first, right = np.broadcast_arrays(term.ids, other.ids)
         if other.expr is self.one:
-            return one.expr, other.expr, left
-        if one.expr is self.one:
-            return one.expr, other.expr, right
-        if one.expr.size == other.expr.size == left.size and np.array_equal(left, right):
-            return one.expr, other.expr, left
-        if other.expr.size > one.expr.size:
-            follower, leader, ids = self.aligned(other, one)
+            return term.expr, other.expr, first
+        if term.expr is self.one:
+            return term.expr, other.expr, right
+        if term.expr.size == other.expr.size == first.size and np.array_equal(first, right):
+            return term.expr, other.expr, first
+        if other.expr.size > term.expr.size:
+            follower, leader, ids = self.aligned(other, term)
             return leader, follower, ids
-        leader, follower, flat = one.expr, other.expr, left.reshape(-1)
+        leader, follower, flat = term.expr, other.expr, first.reshape(-1)
         if not np.array_equal(np.sort(flat), np.arange(leader.size)):
             # Not every element once: a vector of its own.
             leader, order, ids = self.part(leader, flat), np.arange(flat.size), np.arange(flat.size)
         else:
             ids, order = flat, np.argsort(flat)
-        return leader, self.part(follower, right.reshape(-1)[order]), ids.reshape(left.shape)
+        return leader, self.part(follower, right.reshape(-1)[order]), ids.reshape(first.shape)
 
     def part(self, expr: Expr, ids: Ids) -> Expr:
         """Elements ``ids`` of ``expr``, as a vector of its own."""
@@ -265,10 +265,10 @@ def _product(powers: Mapping[Expr, float], depth: int) -> str:
     weights = [e for e, power in powers.items() if power == 1 and _vector(e).kind == "weight"]
     normed = [e for e in powers if e not in (*roots, *weights)]
     is_norm = len(roots) == 1 and bool(normed)
-    shown = {e: _raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
+    factors = {e: _raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
     if is_norm:
-        return "·".join([f"norm({'·'.join(shown[e] for e in normed)})", *(shown[e] for e in weights)])
-    return "·".join(shown.values())
+        return "·".join([f"norm({'·'.join(factors[e] for e in normed)})", *(factors[e] for e in weights)])
+    return "·".join(factors.values())
 
 
 def _raised(text: str, power: float) -> str:

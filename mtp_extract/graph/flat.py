@@ -100,8 +100,8 @@ class Value:
     @property
     def unproduced(self) -> bool:
         """Whether it has elements, and nothing gives them: no operator, no constant, no input."""
-        given = self.producer is not None or self.constant or self.input_name is not None
-        return not given and self.tensor.elements > 0
+        has_source = self.producer is not None or self.constant or self.input_name is not None
+        return not has_source and self.tensor.elements > 0
 
 
 @dataclass(eq=False)
@@ -281,7 +281,9 @@ class _Builder:
             if tensor not in value.tensors:
                 value.tensors.append(tensor)
             values[outer] = value
-        self.handed += [(op, self.model.tensor(op.body, index), given.tensor) for index, given in arguments.items()]
+        self.handed += [
+            (op, self.model.tensor(op.body, index), argument.tensor) for index, argument in arguments.items()
+        ]
 
     def _attributes(self, op: Operator) -> Mapping[str, float]:
         """The numbers that a composite says of itself, of those that are used; many may say the same bytes.
@@ -421,10 +423,10 @@ def _have_same_scales(inner: Tensor, outer: Tensor) -> bool:
     quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
     if len(quantizations) == 2:
         return quantizations[0].same_scales(quantizations[1])
-    return all(known.scales.count == known.zero_points.count == 0 for known in quantizations)
+    return all(quantization.scales.count == quantization.zero_points.count == 0 for quantization in quantizations)
 
 
-def _require_scale(op: Operator, said: float, cache: Tensor) -> None:
+def _require_scale(op: Operator, stated: float, cache: Tensor) -> None:
     """Check that the attribute ``scale`` of a product with a cache is the cache's own scale.
 
     Raises:
@@ -432,11 +434,12 @@ def _require_scale(op: Operator, said: float, cache: Tensor) -> None:
     """
     scales = [] if cache.quantization is None else cache.quantization.scale.tolist()
     # Of floats it says nothing, as 0 or 1.
-    if scales[:1] == [np.float32(said)] or (cache.type in FLOAT_TYPES and said in (0.0, 1.0)):
+    if scales[:1] == [np.float32(stated)] or (cache.type in FLOAT_TYPES and stated in (0.0, 1.0)):
         return
-    own = f"{scales[0]:g}" if scales else "none"
+    scale_of_cache = f"{scales[0]:g}" if scales else "none"
     raise UnsupportedError(
-        f"{op.label}: its attribute says that the scale of {cache.label} is {said:g}, and the tensor's own is {own}. "
+        f"{op.label}: its attribute says that the scale of {cache.label} is {stated:g}, and the tensor's own "
+        f"is {scale_of_cache}. "
         "Which of the two a runtime uses depends on its hardware, so there is no one function to extract. Export the "
         "file again."
     )
@@ -444,13 +447,13 @@ def _require_scale(op: Operator, said: float, cache: Tensor) -> None:
 
 def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
     """``start`` and everything it is computed from, each once; nothing behind a value whose ``id`` is in ``stops``."""
-    seen, queue = {id(start)}, [start]
+    visited, queue = {id(start)}, [start]
     while queue:
         value = queue.pop()
         yield value
         for source in value.producer.inputs if value.producer and id(value) not in stops else ():
-            if source is not None and id(source) not in seen:
-                seen.add(id(source))
+            if source is not None and id(source) not in visited:
+                visited.add(id(source))
                 queue.append(source)
 
 

@@ -47,9 +47,9 @@ def output_guard(graph: FlatGraph, slots: int, condition: Value, *, keeps: bool)
 def _reduction(condition: Value) -> tuple[Value, Node]:
     """The one value that ``condition`` is computed of by reducing a mask, and its operator."""
     values = {id(value): value for value in ancestors(condition)}
-    found = [(v, v.producer) for v in values.values() if v.producer is not None and v.producer.kind in _ANY_SLOT]
-    if len(found) != 1:
+    reductions = [(v, v.producer) for v in values.values() if v.producer is not None and v.producer.kind in _ANY_SLOT]
+    if len(reductions) != 1:
         raise UnreadableError(
-            f"chooses by {len(found)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
+            f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
         )
-    return found[0]
+    return reductions[0]

@@ -77,11 +77,11 @@ class Masks:
         cases = self.cases(attention, np.array([self.slots - 1]), {})
         effect = self.effect(attention.scores.tree, cases)
         finite = effect.offset[np.isfinite(effect.offset)]
-        seen = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
+        visible = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
         if attention.window is not None:
-            seen &= cases.within[attention.window]
-        count = int(seen.sum())
-        return count if 0 < count < self.slots and seen[0, -count:].all() else None
+            visible &= cases.within[attention.window]
+        count = int(visible.sum())
+        return count if 0 < count < self.slots and visible[0, -count:].all() else None
 
     def each_case(
         self, attention: Attention, positions: Ids, either: Sequence[str | Window], numbers_at_once: int
@@ -101,21 +101,21 @@ class Masks:
         a mask input that it does not name shows all."""
         leaves = attention.mask_values
         needed = inputs_of(leaves) if leaves else frozenset()
-        shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
+        shown_by = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
         fed = self.positions.fed(needed, at)
-        for name in needed & set(shown):
-            value, rows = self.graph.inputs[name], np.broadcast_to(shown[name], (at.size, self.slots))
+        for name in needed & set(shown_by):
+            value, rows = self.graph.inputs[name], np.broadcast_to(shown_by[name], (at.size, self.slots))
             hidden = HIDDEN_BY_FLOATS.get(value.tensor.type) if value.tensor.type is not None else None
             fed[name] = filled(value, rows if hidden is None else np.where(rows, 0, hidden))
         for value in leaves:
             self._check_slot_by_slot(value)
-        found = evaluate(self.graph, fed, leaves) if leaves else []
+        arrays = evaluate(self.graph, fed, leaves) if leaves else []
         within, slots = {}, np.arange(self.slots)
         for window in attention.all_windows:
             first = self.positions.first_slots[window.table][at][:, None]
-            own = free.get(window, (slots >= first) & (slots < first + window.size))
-            within[window] = np.broadcast_to(own, (at.size, self.slots))
-        return Cases(at, shown, {id(value): made for value, made in zip(leaves, found, strict=True)}, within)
+            inside = free.get(window, (slots >= first) & (slots < first + window.size))
+            within[window] = np.broadcast_to(inside, (at.size, self.slots))
+        return Cases(at, shown_by, {id(value): array for value, array in zip(leaves, arrays, strict=True)}, within)
 
     def effect(self, tree: Tree | float, cases: Cases) -> Effect:
         """What ``tree`` does in ``cases``; a leaf stands in the place of a score."""
@@ -148,9 +148,9 @@ class Masks:
         if not isinstance(leaf, tuple):
             return np.full(shape, float(leaf))
         _, value, axis = leaf
-        found = cases.numbers[id(value)]
-        wide = found.reshape(len(found), -1, 1) if axis is None else np.moveaxis(found, 1 + axis, -1)
-        table = wide.reshape(len(found), -1, wide.shape[-1]).astype(np.float64)
+        numbers = cases.numbers[id(value)]
+        wide = numbers.reshape(len(numbers), -1, 1) if axis is None else np.moveaxis(numbers, 1 + axis, -1)
+        table = wide.reshape(len(numbers), -1, wide.shape[-1]).astype(np.float64)
         if not np.array_equal(table, np.broadcast_to(table[:, :1], table.shape), equal_nan=True):
             raise UnsupportedError(f"{value.label} masks heads differently, which no checkpoint does.")
         return np.broadcast_to(table[:, 0], shape)
@@ -158,8 +158,8 @@ class Masks:
     def guard_keeps(self, guard: OutputGuard, largest: float) -> Bools:
         """Whether ``guard`` keeps what heads mixed where the largest number of its mask is ``largest``, by element."""
         reduced = guard.reduced.tensor
-        given = np.full((1, *reduced.shape), largest, DTYPES[reduced.type])
-        (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): given})
+        largest_shown = np.full((1, *reduced.shape), largest, DTYPES[reduced.type])
+        (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): largest_shown})
         return np.asarray(condition == guard.keeps)
 
     # A mask acts slot by slot.
@@ -217,18 +217,22 @@ class Masks:
         kind = node.kind
         if kind in LAYOUT:
             copied = kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
-            found = {self._line(v) for i, v in enumerate(node.inputs) if i in LAYOUT[kind] and v is not None}
-            return found.pop() if (copied or self._keeps_slots(node)) and len(found) == 1 else None
+            moved_lines = {self._line(v) for i, v in enumerate(node.inputs) if i in LAYOUT[kind] and v is not None}
+            return moved_lines.pop() if (copied or self._keeps_slots(node)) and len(moved_lines) == 1 else None
         lines = [self._line(v) for v in node.inputs if v is not None]
-        known = [line for line in lines if line is not None]
-        if kind not in ELEMENTWISE or len(known) < len(lines) or node.op.activation:
+        lines_known = [line for line in lines if line is not None]
+        if kind not in ELEMENTWISE or len(lines_known) < len(lines) or node.op.activation:
             return None
-        if all(line.shifts for line in known):
-            return SHIFTED if any(line != UNIFORM for line in known) else UNIFORM
-        if SHIFTED in known:
+        if all(line.shifts for line in lines_known):
+            return SHIFTED if any(line != UNIFORM for line in lines_known) else UNIFORM
+        if SHIFTED in lines_known:
             return None
         sign = 1 if kind == "ADD" else -1
-        line = known[0] if kind == "CAST" else Line(*(a + sign * b for a, b in zip(known[0], known[-1], strict=True)))
+        line = (
+            lines_known[0]
+            if kind == "CAST"
+            else Line(*(a + sign * b for a, b in zip(lines_known[0], lines_known[-1], strict=True)))
+        )
         if kind in _COMPARISONS:
             return SHIFTED if line.shifts else None
         # Sums of floats are rounded; integers that wrap are refused.

@@ -55,8 +55,8 @@ class Positions:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
         if id(value) not in self._tables:
             pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
-            made = np.concatenate(pieces)
-            self._tables[id(value)] = made.astype(np.int64 if made.dtype.kind in "iu" else np.float64)
+            table = np.concatenate(pieces)
+            self._tables[id(value)] = table.astype(np.int64 if table.dtype.kind in "iu" else np.float64)
         return self._tables[id(value)]
 
     def window(self, first_slots: npt.NDArray[Any]) -> int:
@@ -121,8 +121,8 @@ class Positions:
         needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             some = positions[begin : begin + step]
-            made = evaluate(self.graph, self.fed(needed, some), values)
-            yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in made]
+            arrays = evaluate(self.graph, self.fed(needed, some), values)
+            yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in arrays]
 
 
 def is_mask(name: str) -> bool:

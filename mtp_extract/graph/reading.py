@@ -116,8 +116,8 @@ class Reading:
         for node in self.graph.nodes:
             if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
                 self.current = node
-                made = self.read(node)
-                for value, form in zip(node.outputs, made, strict=True):
+                forms = self.read(node)
+                for value, form in zip(node.outputs, forms, strict=True):
                     self.keep(value, form)
         self.current = None
         return self
@@ -146,7 +146,7 @@ class Reading:
         """
         try:
             with computing(node.op.label):
-                made = self._read(node)
+                forms = self._read(node)
         except UnreadableError as why:
             if not self.whole:
                 return tuple(self._unread(value, str(why)) for value in node.outputs)
@@ -154,7 +154,7 @@ class Reading:
             raise refused(node, reason) from None
         if node.kind not in LAYOUT:
             self.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
-        return made if isinstance(made, tuple) else (made,)
+        return forms if isinstance(forms, tuple) else (forms,)
 
     @staticmethod
     def _check_signature(node: Node, moved: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class Reading:
         operands = [node.operand(i) for i in moved if i < len(node.inputs)]
         types = {value.tensor.type_name for value in operands if value is not chosen_by}
         # What a comparison makes is of another type than what it compares.
-        types |= {made.tensor.type_name for made in node.outputs} - {"BOOL"}
+        types |= {result.tensor.type_name for result in node.outputs} - {"BOOL"}
         if len(types) > 1:
             raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
         tensors = [value.tensor for value in (*operands, *node.outputs) if value is not chosen_by]
@@ -193,8 +193,8 @@ class Reading:
     def _unread(self, value: Value, why: str) -> Term:
         if self._is_too_large(value):
             return self._undivided("unread", value, value, why)
-        made = self.expressions.whole("unread", value, why, size=value.tensor.elements)
-        return replace(made, ids=made.ids.reshape(value.tensor.shape))
+        term = self.expressions.whole("unread", value, why, size=value.tensor.elements)
+        return replace(term, ids=term.ids.reshape(value.tensor.shape))
 
     def _read(self, node: Node) -> Form | tuple[Form, ...]:
         if any(value is not None and self._is_too_large(value) for value in (*node.inputs, *node.outputs)):
@@ -205,9 +205,9 @@ class Reading:
             return self._matrix(node)
         moved = self.data_operands(node)
         operands = [self.operand(node, i) if i in moved else None for i in range(len(node.inputs))]
-        given = [v for v in node.inputs if v is not None and v.depends]
+        deciding = [v for v in node.inputs if v is not None and v.depends]
         self._check_signature(node, moved)
-        if not all(isinstance(self.forms.get(id(value)), Term) for value in given):
+        if not all(isinstance(self.forms.get(id(value)), Term) for value in deciding):
             if not self.whole:
                 raise UnreadableError("brings an activation together with a mask or the position")
             return self.inside.read(node, operands)
@@ -287,8 +287,8 @@ class Reading:
             return Term(1.0, self.expressions.expr("weight", value, size=tensor.elements), ids)
         if tensor.type not in FLOAT_TYPES or value.producer.kind == "GATHER":
             return None
-        (found,) = self.read(value.producer)
-        return found if isinstance(found, Term) else None
+        (form,) = self.read(value.producer)
+        return form if isinstance(form, Term) else None
 
     # Operators outside of attentions.
 
@@ -324,27 +324,29 @@ class Reading:
         return tuple(replace(terms[0], ids=ids) for ids in moved(self.graph, node, (term.ids for term in terms)))
 
     def _compute(self, node: Node, terms: list[Term]) -> Term:
-        kind, made = node.kind, self.expressions
-        one, other = (terms * 2)[:2]
+        kind, expressions = node.kind, self.expressions
+        first, other = (terms * 2)[:2]
         if kind in _ARITHMETIC:
-            return _ARITHMETIC[kind](made, one, other)
+            return _ARITHMETIC[kind](expressions, first, other)
         if kind in CONVERSIONS:
-            return self._converted(node, one)
+            return self._converted(node, first)
         if kind == "MUL":
-            return made.multiply(one, other)
-        if kind == "POW" and made.number_of(other) is not None:
-            return made.power(one, other.factor)
-        if kind == "DIV" and made.number_of(other):
-            return replace(one, factor=one.factor / other.factor, numbers=(*one.numbers, *other.numbers))
+            return expressions.multiply(first, other)
+        if kind == "POW" and expressions.number_of(other) is not None:
+            return expressions.power(first, other.factor)
+        if kind == "DIV" and expressions.number_of(other):
+            return replace(first, factor=first.factor / other.factor, numbers=(*first.numbers, *other.numbers))
         if kind in ("SUM", "MEAN"):
-            return self._summed(node, one)
-        if kind in _NEVER_REACHED and (made.number_of(other) or 0) * _NEVER_REACHED[kind] >= 1:
-            return one
+            return self._summed(node, first)
+        if kind in _NEVER_REACHED and (expressions.number_of(other) or 0) * _NEVER_REACHED[kind] >= 1:
+            return first
         if kind in _FUNCTIONS:
             name = "GELU_TANH" if kind == "GELU" and Call(self.graph, node).option(0, "?", False) else kind
-            return Term(1.0, made.expr("function", name, one.factor, one.expr, size=one.expr.size), one.ids)
+            return Term(
+                1.0, expressions.expr("function", name, first.factor, first.expr, size=first.expr.size), first.ids
+            )
         if kind == "DIV":
-            return made.multiply(one, made.power(other, -1.0))
+            return expressions.multiply(first, expressions.power(other, -1.0))
         raise UnreadableError("is none that a drafter needs")
 
     def _converted(self, node: Node, term: Term) -> Term:
@@ -360,9 +362,9 @@ class Reading:
         rank = term.ids.ndim
         if {axis_of(a, rank) for a in ints(self.graph.integers(node.operand(1)))} != {rank - 1} or not term.whole:
             raise UnreadableError("sums otherwise than over the last axis")
-        made = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
+        total = self.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
         keeps = Call(self.graph, node).option(0, "?", False)
-        return replace(made, ids=made.ids.reshape((*term.ids.shape[:-1], *([1] if keeps else []))))
+        return replace(total, ids=total.ids.reshape((*term.ids.shape[:-1], *([1] if keeps else []))))
 
 
 def _factor_of(form: Form) -> float:

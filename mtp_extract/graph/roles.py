@@ -78,7 +78,7 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
             if value is not None and value.unproduced:
                 raise RoleError(f"{node.op.label} reads {value.label}, which nothing computes: an op was lost.")
     used = {role.key for role in roles}
-    found = [
+    others = [
         SetAside(
             value.tensor,
             value.consumers[0][0].op.label if value.consumers else "none",
@@ -87,15 +87,20 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
         for key, value in graph.constants.items()
         if key not in used
     ]
-    found.extend(_unread(graph, roles))
-    return tuple(sorted(found, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
+    others.extend(_unread(graph, roles))
+    return tuple(sorted(others, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
 
 
 def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside]:
     """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
     model, subgraph = graph.model, graph.model.subgraphs[graph.signature.subgraph]
     details = [t.quantization.blockwise for t in subgraph.tensors if t.quantization is not None]
-    blocks = {index for one in details if one is not None for index in (one.scales, one.zero_points)}
+    blocks = {
+        index
+        for quantization in details
+        if quantization is not None
+        for index in (quantization.scales, quantization.zero_points)
+    }
     for tensor in subgraph.tensors:
         if not model.has_data(tensor) or (subgraph.index, tensor.index) in graph.constants:
             continue
@@ -149,11 +154,11 @@ def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
         # Fused operators leave a constant with the names of several, joined by semicolons.
         pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
         templates = (role for role in role_table() if (role.kind == MATRIX) == is_matrix)
-        said = {name for role in templates for name in _named(role, pieces) if name in roles}
-        if constant.role in said:
+        named = {name for role in templates for name in _named(role, pieces) if name in roles}
+        if constant.role in named:
             confirmed.append(constant.role)
-        elif said and not any(_layers_of(pattern, pieces) for pattern in roles[constant.role].also_seen):
-            contradicted[constant.role] = tuple(sorted(said))
+        elif named and not any(_layers_of(pattern, pieces) for pattern in roles[constant.role].also_seen):
+            contradicted[constant.role] = tuple(sorted(named))
         else:
             unrecognised.append(constant.role)
     return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)

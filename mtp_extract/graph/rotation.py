@@ -79,16 +79,16 @@ class Rotation:
         sums: list[tuple[Floats, Ids, Ids]] = []
         for part, signs in ((0, (1, 1)), (1, (-1, 1))):
             for side, sign in enumerate(signs):
-                own = slice(side * self.half, (side + 1) * self.half)
-                by = self.by[part, own]
-                sums.append((self.number[part, own] * sign, columns[by], by))
+                arrays = slice(side * self.half, (side + 1) * self.half)
+                by = self.by[part, arrays]
+                sums.append((self.number[part, arrays] * sign, columns[by], by))
         # Most often both halves are turned by the same numbers.
-        keys = [tuple(array.tobytes() for array in own) for own in sums]
+        keys = [tuple(array.tobytes() for array in arrays) for arrays in sums]
         first = [keys.index(key) for key in keys]
-        for some, found in self.positions.at(everywhere, values):
-            table = found[0] if len(found) == 1 else np.concatenate(found, 1)
-            made = {i: _sum(*sums[i], table) for i in set(first)}
-            yield some, [made[i] for i in first]
+        for some, tables in self.positions.at(everywhere, values):
+            table = tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
+            coefficients = {i: _sum(*sums[i], table) for i in set(first)}
+            yield some, [coefficients[i] for i in first]
 
     def measured(self) -> tuple[Doubles, Doubles]:
         """By how much a query turns from one position to the next, and how far each number may be off.
@@ -98,16 +98,16 @@ class Rotation:
         """
         slots = self.positions.slots
         steps = np.array([1 << k for k in range(_MOST_DOUBLINGS) if 1 << k < slots] or [0])
-        rows = [made for _, made in self.at(steps)]
+        rows = [coefficients for _, coefficients in self.at(steps)]
         cos, sin = (np.concatenate([row[part] for row in rows]).astype(np.float64) for part in (0, 2))
         if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
             raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")
-        found = np.zeros(self.half)
+        frequency = np.zeros(self.half)
         for position, turned in zip(steps, np.arctan2(sin, cos), strict=True):
-            turns = np.rint((found * position - turned) / (2 * np.pi)) if position > 1 else 0.0
-            found = (turned + 2 * np.pi * turns) / max(position, 1)
+            turns = np.rint((frequency * position - turned) / (2 * np.pi)) if position > 1 else 0.0
+            frequency = (turned + 2 * np.pi * turns) / max(position, 1)
         noise = 2 * float(np.abs(np.hypot(sin, cos) - 1).max())
-        return found, _rounding_of(found, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
+        return frequency, _rounding_of(frequency, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
 
 
 def rotation_of(name: str, scores: Scores, heads: int, kv_heads: int, positions: Positions) -> Rotation:
@@ -123,15 +123,15 @@ def rotation_of(name: str, scores: Scores, heads: int, kv_heads: int, positions:
     """
     rotated = scores.rotated
     width = rotated.number.shape[1]
-    used, own = rotated.number != 0, np.arange(width)
+    used, dimensions = rotated.number != 0, np.arange(width)
     head = np.where(used, rotated.element // width, 0).max((1, 2))
     if not np.array_equal(np.sort(head), np.arange(heads)):
         raise RoleError(f"{name}.attention: its scores are not one row a query head.")
     if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
         raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
     within = rotated.element - head[:, None, None] * width
-    is_own = within == own[:, None]
-    is_other = within == ((own + width // 2) % width)[:, None]
+    is_own = within == dimensions[:, None]
+    is_other = within == ((dimensions + width // 2) % width)[:, None]
     if width % 2 or (used & ~is_own & ~is_other).any():
         raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
     number = np.stack([np.where(used & which, rotated.number, 0) for which in (is_own, is_other)], 1)
@@ -148,20 +148,20 @@ def rotation_of(name: str, scores: Scores, heads: int, kv_heads: int, positions:
 
 def _sum(number: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
     """Σ over the terms of number · column of ``table``, ``[positions, dimensions]``."""
-    made: Floats | None = None
+    total: Floats | None = None
     for term in range(number.shape[1]):
         factors, at = number[:, term], columns[:, term]
         if not factors.any():
             continue
         if not by[:, term].any():
-            made = np.broadcast_to(factors, (len(table), len(number))) + (0 if made is None else made)
+            total = np.broadcast_to(factors, (len(table), len(number))) + (0 if total is None else total)
             continue
         first = int(at[0])
         is_run = by[:, term].all() and np.array_equal(at, np.arange(first, first + len(at)))
         picked = table[:, first : first + len(at)] if is_run else np.where(by[:, term] > 0, table[:, at], np.float32(1))
         each = picked if (factors == 1).all() else picked * factors
-        made = each if made is None else made + each
-    return np.zeros((len(table), len(number)), np.float32) if made is None else made
+        total = each if total is None else total + each
+    return np.zeros((len(table), len(number)), np.float32) if total is None else total
 
 
 # The config's RoPE behind a table of frequencies.
@@ -171,8 +171,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     """``theta^(−2i / head_dim)``, 0 past the rotated share; float64 ``[head_dim / 2]``."""
     index = np.arange(head_dim // 2)
     rotated = int(rope.partial_rotary_factor * head_dim // 2)
-    made: Doubles = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
-    return made
+    by_dimension: Doubles = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
+    return by_dimension
 
 
 def _rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
@@ -195,17 +195,17 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     Raises:
         UnsupportedError: no theta and share make this table.
     """
-    seen = int(np.count_nonzero(table))
+    rotated_count = int(np.count_nonzero(table))
     if (
-        seen < 2
-        or np.any(table[seen:])
+        rotated_count < 2
+        or np.any(table[rotated_count:])
         or bool(((table < 0) | (table > 1 + allowed)).any())
         or abs(table[0] - 1.0) > _EXACT + allowed[0]
     ):
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
-    index = np.arange(1, seen)
+    index = np.arange(1, rotated_count)
     # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
-    doubt = allowed[1:seen] / table[1:seen] / index
+    doubt = allowed[1:rotated_count] / table[1:rotated_count] / index
     best = int(index[np.argmin(doubt)])
     exponent = -math.log10(table[best]) * head_dim / (2 * best)
     if exponent > _LARGEST_THETA_EXPONENT:
@@ -214,7 +214,7 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     for digits in range(_MOST_THETA_DIGITS + 1):
         theta = float(f"{10**exponent:.{digits - 1}e}") if digits else 10.0 ** round(exponent)
         # What follows may be not rotated, or rotated by so little that the grid has no step for it.
-        for rotated in (head_dim // 2, seen):
+        for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
             expected = frequencies(rope, head_dim)
             if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _EXACT)).all()):

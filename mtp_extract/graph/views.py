@@ -70,17 +70,17 @@ class View:
         column = self.labels.index(label)
         if not self.running(axes) <= {label}:
             raise _tangled()
-        made: Ids = self.base[column].reshape((1,) * len(axes))
+        places: Ids = self.base[column].reshape((1,) * len(axes))
         for number, axis in enumerate(axes):
-            made = made + self.axes[axis][column].reshape([-1 if i == number else 1 for i in range(len(axes))])
-        return made
+            places = places + self.axes[axis][column].reshape([-1 if i == number else 1 for i in range(len(axes))])
+        return places
 
     def only(self, label: Label) -> int:
         """The one axis that ``label`` runs along."""
-        found = [axis for axis in range(len(self.axes)) if label in self.running([axis])]
-        if len(found) != 1:
+        axes = [axis for axis in range(len(self.axes)) if label in self.running([axis])]
+        if len(axes) != 1:
             raise _tangled()
-        return found[0]
+        return axes[0]
 
     def running(self, axes: Sequence[int]) -> set[Label]:
         """The labels that run along ``axes``."""
@@ -100,15 +100,15 @@ class View:
         """Row-major, as RESHAPE has it: axes are joined, and split where what is added is a sum."""
         if math.prod(shape) != math.prod(self.shape):
             raise _tangled()
-        left, queue, axes = self._none(), list(self.axes), list[Ids]()
+        remaining, queue, axes = self._none(), list(self.axes), list[Ids]()
         for size in shape:
-            while left.shape[1] % size:
-                left = (left[:, :, None] + queue.pop(0)[:, None]).reshape(len(left), -1)
-                if left.shape[1] > _LARGEST_AXIS:
+            while remaining.shape[1] % size:
+                remaining = (remaining[:, :, None] + queue.pop(0)[:, None]).reshape(len(remaining), -1)
+                if remaining.shape[1] > _LARGEST_AXIS:
                     raise _tangled()
-            table = left.reshape(len(left), size, -1)
-            outer, left = table[:, :, 0], table[:, 0]
-            if not np.array_equal(table, outer[:, :, None] + left[:, None]):
+            table = remaining.reshape(len(remaining), size, -1)
+            outer, remaining = table[:, :, 0], table[:, 0]
+            if not np.array_equal(table, outer[:, :, None] + remaining[:, None]):
                 raise _tangled()
             axes.append(outer)
         return replace(self, axes=tuple(axes))
@@ -122,12 +122,12 @@ class View:
 
     def broadcast(self, sizes: Sequence[int]) -> View:
         """Axes of one element repeated, as BROADCAST_TO has it."""
-        made = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
+        view = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
         for axis, size in enumerate(sizes):
-            if made.shape[axis] not in (1, size):
+            if view.shape[axis] not in (1, size):
                 raise _tangled()
-            made = made.with_axis(axis, np.tile(made.axes[axis], size // made.shape[axis]))
-        return made
+            view = view.with_axis(axis, np.tile(view.axes[axis], size // view.shape[axis]))
+        return view
 
     def picked(self, axis: int, chosen: Ids) -> View:
         """Some indices of an axis, in any order."""

@@ -269,10 +269,10 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
         codes = slot.new.codes(first, last).reshape(-1)
         if codes.min() < packing.lowest or codes.max() > packing.highest:
             return False
-        held = codes.astype(np.float32)
+        floats = codes.astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            storage.scale_codes(held, scale, zeros.reshape(-1), first * slot.new.columns)
-            return are_alike(divided(held, factor), slot.new.floats(first, last), slot.dtype)
+            storage.scale_codes(floats, scale, zeros.reshape(-1), first * slot.new.columns)
+            return are_alike(divided(floats, factor), slot.new.floats(first, last), slot.dtype)
 
     return Scales(scale, zeros.reshape(-1)) if all(are_codes(*rows) for rows in slot.ranges()) else None
 

@@ -109,8 +109,8 @@ def base_misfits(drafter: Shard) -> Iterator[str]:
     forms = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
     for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
         if name in outputs:
-            own, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
-            wanted[name], forms[name] = (f"{next(reversed(shape), 0)} wide" for shape in (own, theirs))
+            drafter_shape, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
+            wanted[name], forms[name] = (f"{next(reversed(shape), 0)} wide" for shape in (drafter_shape, theirs))
     for name, form in wanted.items():
         if forms[name] != form:
             yield f"{escape(name)} is {forms[name]} in the base and {form} in the drafter"

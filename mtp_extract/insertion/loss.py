@@ -44,9 +44,13 @@ class Losses:
     @classmethod
     def of(cls, encodings: Mapping[str, Iterable[Encoding]]) -> Losses:
         """Of what is to be put in."""
-        sums = {role: Sums.total(encoding.weight_sums for encoding in own) for role, own in encodings.items() if own}
-        measured = {role: own for role, own in sums.items() if own.size and own.lost}
-        losses = {role: Loss.of(own) for role, own in measured.items()}
+        sums = {
+            role: Sums.total(encoding.weight_sums for encoding in of_role)
+            for role, of_role in encodings.items()
+            if of_role
+        }
+        measured = {role: of_role for role, of_role in sums.items() if of_role.size and of_role.lost}
+        losses = {role: Loss.of(of_role) for role, of_role in measured.items()}
         worst_first = sorted(losses.items(), key=lambda item: -item[1].relative_rms_error)
         return cls(Loss.of(Sums.total(measured.values())), dict(worst_first))
 

@@ -214,11 +214,11 @@ def over_rows(
         group, first, last = task
         return [step(slot, first, last) for slot in group]
 
-    found: dict[Slot, list[_T]] = {slot: [] for slot in slots}
+    of_slot: dict[Slot, list[_T]] = {slot: [] for slot in slots}
     for (group, *_), results in zip(tasks, on_all_cores(work, tasks), strict=True):
         for slot, result in zip(group, results, strict=True):
-            found[slot].append(result)
-    return found
+            of_slot[slot].append(result)
+    return of_slot
 
 
 def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:

@@ -66,11 +66,11 @@ def parse_address(text: str) -> HubAddress | None:
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
     try:
-        found = parse_hf_uri(text if is_page else f"hf://{rest}", endpoint=constants.ENDPOINT)
-        path, folder = found.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
-        is_here = scheme != "hf" and not path and found.id.endswith(_MODEL_FILES)
-        if is_text and found.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
-            return HubAddress(found.id, f"{path}/" if path and folder else path, found.revision)
+        parsed = parse_hf_uri(text if is_page else f"hf://{rest}", endpoint=constants.ENDPOINT)
+        path, folder = parsed.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
+        is_here = scheme != "hf" and not path and parsed.id.endswith(_MODEL_FILES)
+        if is_text and parsed.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
+            return HubAddress(parsed.id, f"{path}/" if path and folder else path, parsed.revision)
     except ValueError:
         pass  # of a page it is another route, and of a name a path
     if scheme == "hf":
@@ -80,14 +80,14 @@ def parse_address(text: str) -> HubAddress | None:
 
 def cached_address(path: Path) -> HubAddress | None:
     """What a file or folder in the Hub's cache is a copy of; None for any other."""
-    found = _CACHED.fullmatch(path.absolute().as_posix())
-    return found and HubAddress(found["repository"].replace("--", "/"), found["path"] or "", found["commit"])
+    match = _CACHED.fullmatch(path.absolute().as_posix())
+    return match and HubAddress(match["repository"].replace("--", "/"), match["path"] or "", match["commit"])
 
 
 def is_cached(path: Path) -> bool:
     """Whether ``path`` is a link as the Hub's cache has one for each file: to what it keeps of that repository."""
-    found = _CACHED.fullmatch(path.absolute().as_posix())
-    return found is not None and path.resolve().parent == Path(found["folder"]).resolve() / "blobs"
+    match = _CACHED.fullmatch(path.absolute().as_posix())
+    return match is not None and path.resolve().parent == Path(match["folder"]).resolve() / "blobs"
 
 
 def name_of(place: Path) -> str:

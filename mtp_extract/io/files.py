@@ -27,8 +27,8 @@ def open_regular(path: Path) -> BinaryIO:
         raise OSError(errno.EINVAL, str(error), path) from error
     if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
         os.close(fd)
-        found = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-        raise OSError(errno.EINVAL, f"expected a regular file, found {found}", path)
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise OSError(errno.EINVAL, f"expected a regular file, found {kind}", path)
     return open(fd, "rb")
 
 

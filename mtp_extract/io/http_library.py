@@ -135,9 +135,9 @@ def words_of_hub(response: Any) -> str:
 
 def without_secrets(text: str, token: str = "") -> str:
     """``text`` to be shown: one line, without ``token`` or any other, and URLs without logins and queries."""
-    shown = text.replace(token, "…") if token else text
-    shown = _URL.sub(r"\1\2", _SECRET.sub("…", shown))
-    return escape(" ".join(shown.split()), _LONGEST_WORDS)
+    masked = text.replace(token, "…") if token else text
+    masked = _URL.sub(r"\1\2", _SECRET.sub("…", masked))
+    return escape(" ".join(masked.split()), _LONGEST_WORDS)
 
 
 def hide_queries() -> None:

@@ -108,24 +108,24 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
     name, repository, path, revision = address.name, address.repository, address.path, address.revision
 
     def copy_of(revision: str | None) -> Source | None:
-        found = try_to_load_from_cache(repository, path, revision=revision)
-        return _open_local(Path(found), address) if isinstance(found, str) else None
+        metadata = try_to_load_from_cache(repository, path, revision=revision)
+        return _open_local(Path(metadata), address) if isinstance(metadata, str) else None
 
     with faults(name):
         # A commit names the same bytes for ever, so the Hub need not be asked.
         if (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")) and (copy := copy_of(revision)):
             return copy
         url = hf_hub_url(repository, path, revision=revision)
-        found = ask_patiently(name, lambda: get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
-        commit = found.commit_hash or ""
+        metadata = ask_patiently(name, lambda: get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
+        commit = metadata.commit_hash or ""
         if not COMMIT.fullmatch(commit):
             why = "expected the Hub to name the file's commit. Check HF_ENDPOINT, or a proxy that drops headers."
             raise SourceError(f"{name}: {why}")
         if copy := copy_of(commit):
             return copy
     pinned = hf_hub_url(repository, path, revision=commit)
-    remote = RemoteSource(name, pinned, token, found.size, progress)
-    remote.provenance = address.record(commit, found.etag)
+    remote = RemoteSource(name, pinned, token, metadata.size, progress)
+    remote.provenance = address.record(commit, metadata.etag)
     return remote
 
 
@@ -171,11 +171,13 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         if f"{folder}config.json" not in sizes:
-            found = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
-            raise SourceError(f"{address.name}: expected a folder with a config.json, {found}")
+            excess = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
+            raise SourceError(f"{address.name}: expected a folder with a config.json, {excess}")
         if (size := sum(sizes.values())) > largest:
-            found = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
-            raise SourceError(f"{address.name}: {found}. Name a folder with less, or a smaller model.")
+            excess = (
+                f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
+            )
+            raise SourceError(f"{address.name}: {excess}. Name a folder with less, or a smaller model.")
     pattern = f"{glob.escape(folder)}*"
 
     def fetch() -> str:

@@ -159,9 +159,9 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
     for read in inputs:
         if read is None or not os.path.exists(read):
             continue
-        found = Path(os.path.realpath(read))
-        holds, inside = target in found.parents, found in target.parents
-        if holds or inside or (target.exists() and target.samefile(found)):
+        resolved = Path(os.path.realpath(read))
+        holds, inside = target in resolved.parents, resolved in target.parents
+        if holds or inside or (target.exists() and target.samefile(resolved)):
             where = f"{'holds' if holds else 'lies inside'} {escape(read)}, which is" if holds or inside else "is"
             raise _refusal(target, f"{where} read and stays as it is.")
 
@@ -187,11 +187,11 @@ def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
 def _foreign(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
     """Whatever lies below ``folder`` and is neither a directory nor a file of ``ours``."""
     with os.scandir(folder) as entries:
-        for found in entries:
-            path = below + found.name
-            if found.is_dir(follow_symlinks=False):
-                yield from _foreign(Path(found), ours, f"{path}/")
-            elif not (found.is_file(follow_symlinks=False) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))):
+        for entry in entries:
+            path = below + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _foreign(Path(entry), ours, f"{path}/")
+            elif not (entry.is_file(follow_symlinks=False) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))):
                 yield path
 
 
@@ -233,10 +233,10 @@ def _clear(stage: Path, target: Path) -> None:
             why = f"what a killed run was to replace is in {escape(old)}, and cannot be put back: {error.strerror}."
             raise _refusal(target, why, "Move one of the two elsewhere.") from error
         _sync(target.parent)
-    for left in (new, old):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
         with suppress(OSError):
-            left.unlink()
+            leftover.unlink()
 
 
 def _sync(path: Path) -> None:

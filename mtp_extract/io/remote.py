@@ -67,8 +67,8 @@ class RemoteSource(FileSource):
             if "file" in vars(self):
                 self.close()
             raise
-        told = {"url": name, "etag": self._told["ETag"], "last_modified": self._told["Last-Modified"]}
-        self.provenance = {key: str(value) for key, value in told.items() if value}
+        stated = {"url": name, "etag": self._told["ETag"], "last_modified": self._told["Last-Modified"]}
+        self.provenance = {key: str(value) for key, value in stated.items() if value}
 
     @cached_property
     def file(self) -> BinaryIO:  # type: ignore[override]
@@ -154,19 +154,19 @@ class RemoteSource(FileSource):
         size = headers.get("content-range", "").rpartition("/")[2]
         if not _SIZE.fullmatch(size):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
-        told = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
-        for what, value in told.items():
+        stated = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
+        for what, value in stated.items():
             if self._told.setdefault(what, value) != value:
                 raise SourceError(f"{self.name}: the file changed while being read (another {what}). Start again.")
-        if not _STRONG.fullmatch(str(told["ETag"])) and not told["Last-Modified"]:
+        if not _STRONG.fullmatch(str(stated["ETag"])) and not stated["Last-Modified"]:
             raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
         self.size = int(size)
         end = min(end, self.size)
         # Without a length, what follows the head may be another head as well.
         wanted = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
         for what, value in wanted.items():
-            if (given := headers.get(what, "none")) != value:
-                raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(given, 60)}")
+            if (header := headers.get(what, "none")) != value:
+                raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(header, 60)}")
         return end
 
     def _refused(self, why: str) -> SourceError:

@@ -71,8 +71,8 @@ class Source(AbstractContextManager["Source"]):
         if length > _PAGE:
             return self.read(offset, length)
         index, start = divmod(offset, _PAGE)
-        found = self._page(index)[start : start + length]
-        return found if len(found) == length else found + self._page(index + 1)[: length - len(found)]
+        data = self._page(index)[start : start + length]
+        return data if len(data) == length else data + self._page(index + 1)[: length - len(data)]
 
     @cached_property
     def _page(self) -> Callable[[int], bytes]:

@@ -45,6 +45,6 @@ def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
-        found = list(pool.map(work, items))
+        results = list(pool.map(work, items))
     check_interrupted()
-    return found
+    return results

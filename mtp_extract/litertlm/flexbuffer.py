@@ -60,15 +60,15 @@ class _Reader:
         # Each key is compared with the names, never read to its end: all may be one string.
         texts = {name: name.encode() + b"\0" for name in names}
         numbers = dict[str, float]()
-        seen = set[str]()
+        keys_read = set[str]()
         for index in range(count):
             start = self._back(keys + index * key_width, key_width)
             name = next((name for name, text in texts.items() if self.stored.startswith(text, start)), None)
             if name is None:
                 continue
-            if name in seen:
+            if name in keys_read:
                 raise FormatError(f"the key {name!r} stands there twice")
-            seen.add(name)
+            keys_read.add(name)
             number = self._number(values + index * width, width, self._unsigned(values + count * width + index, 1))
             if number is not None:
                 numbers[name] = number

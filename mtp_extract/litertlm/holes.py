@@ -61,14 +61,14 @@ def missing_rows(constant: QuantizedTensor) -> range | None:
 
 def _say_there_are_numbers(scale: Floats, first: int, last: int) -> bool:
     """Whether the scales of rows ``[first, last)``, whose codes are all 0, are not those of rows of zeros."""
-    own = scale[first:last]
-    if own.max() <= _SMALLEST_SCALE:
+    scales = scale[first:last]
+    if scales.max() <= _SMALLEST_SCALE:
         return False
-    if own.size > 1:
+    if scales.size > 1:
         # What a quantizer writes for a row of zeros is one number.
-        return bool((own != own[0]).any())
+        return bool((scales != scales[0]).any())
     others = np.concatenate([scale[:first], scale[last:]])
-    return bool(others.size and own[0] != 1 and others.min() <= own[0] <= others.max())
+    return bool(others.size and scales[0] != 1 and others.min() <= scales[0] <= others.max())
 
 
 def _rows_without_scales(constant: QuantizedTensor, scale: Floats) -> range | None:

@@ -60,8 +60,8 @@ def compare_with_published(source: Source, progress: Progress = nothing_shown) -
             "Hub's cache is damaged: delete it, and fetch the file again."
         )
     known = _published(computed) or published
-    kept = ("name", "repository", "file", "base_model", "note")
-    named = {key: known[key] for key in kept} if known else None
+    stated_keys = ("name", "repository", "file", "base_model", "note")
+    named = {key: known[key] for key in stated_keys} if known else None
     return {"sha256": computed, "published": named, "is_published": _published(computed) is not None}
 
 

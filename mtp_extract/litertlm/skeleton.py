@@ -23,10 +23,10 @@ _MEMBER = "skeleton.tflite"
 
 def pack_skeleton(model: bytes) -> bytes:
     """The file of ``model``, which has no weights any more: the same bytes for the same model."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(zipfile.ZipInfo(_MEMBER), model + MARK, zipfile.ZIP_DEFLATED)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 def unpack_skeleton(source: Source) -> Source | None:

@@ -121,9 +121,9 @@ def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uin
     if bits >= 8:
         return stored
     wide = stored.astype("<u2" if bits == 4 else "<u4")
-    for shift, kept in _SPREAD[bits]:
+    for shift, mask in _SPREAD[bits]:
         wide |= wide << wide.dtype.type(shift)
-        wide &= wide.dtype.type(kept)
+        wide &= wide.dtype.type(mask)
     codes: npt.NDArray[np.uint8] = wide.view(np.uint8)
     return codes
 
@@ -275,19 +275,19 @@ class Storage:
 
     def scale_codes(self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0) -> None:
         """Turn ``codes`` of elements from ``begin`` on, flat, into the numbers that they stand for, in place."""
-        own: slice | Integers = slice(0, 1)
+        groups_of_rows: slice | Integers = slice(0, 1)
         columns = codes.size
         if self.groups > 1:
             # A range may begin or end within a row of a constant with more axes than its weight.
             columns = self.columns if not (begin % self.columns or codes.size % self.columns) else 1
             first, last = begin // columns, (begin + codes.size) // columns
-            own = slice(first, last)
+            groups_of_rows = slice(first, last)
             if columns < self.columns or not self.by_rows:
-                own = np.arange(first, last) * columns // self.columns % self.groups
+                groups_of_rows = np.arange(first, last) * columns // self.columns % self.groups
         rows = codes.reshape(-1, max(columns, 1))
         if not self.symmetric:
-            rows -= zero_point[own, None].astype(np.float32)
-        rows *= scale[own, None]
+            rows -= zero_point[groups_of_rows, None].astype(np.float32)
+        rows *= scale[groups_of_rows, None]
 
     def stored(self, codes: npt.NDArray[Any]) -> bytes:
         """Codes of any type, flat, as bytes; they begin on one."""

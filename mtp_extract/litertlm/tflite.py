@@ -265,12 +265,12 @@ class TfliteModel:
             raise UnsupportedError(
                 f"{tensor.label} has an element type this release cannot read. Look for a newer release."
             )
-        found, needed = self.data_of(tensor), (tensor.elements * bits + 7) // 8
-        if found.size != needed:
+        location, needed = self.data_of(tensor), (tensor.elements * bits + 7) // 8
+        if location.size != needed:
             raise FormatError(
-                f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {found.size}."
+                f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {location.size}."
             )
-        return found
+        return location
 
     def data_of(self, tensor: Tensor) -> Region:
         """The bytes that ``tensor`` names as its own, whatever its type says; empty where there are none.
@@ -452,14 +452,14 @@ def _signature(table: Table, subgraphs: tuple[Subgraph, ...]) -> Signature:
         raise table.buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
 
     def names(slot: int) -> MappingProxyType[str, int]:
-        found = {}
+        tensors = {}
         for entry in table.tables(slot):
             name, tensor = entry.string(0) or "", entry.integer(1, "I")
             if tensor >= len(subgraphs[index].tensors):
                 raise table.buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
-            if name in found:
+            if name in tensors:
                 raise table.buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
-            found[name] = tensor
-        return MappingProxyType(found)
+            tensors[name] = tensor
+        return MappingProxyType(tensors)
 
     return Signature(key, index, names(0), names(1))

@@ -54,9 +54,9 @@ def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
 
 
 def _header(
-    bundle: Bundle, kept: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
+    bundle: Bundle, sections: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
 ) -> bytes:
-    """The header that lists the sections ``kept`` and ``added``, which lie at ``ranges`` now."""
+    """The header that lists ``sections`` and those that are ``added``, which lie at ``ranges`` now."""
     source, name = bundle.source, bundle.source.name
     region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
     root = FlatBuffer(region).root()
@@ -66,14 +66,14 @@ def _header(
         raise UnsupportedError(
             f"{name}: its header has a field that is newer than this release, so no section can be added."
         )
-    front = _front(root, tables, added, ranges[len(kept) :])
+    front = _front(root, tables, added, ranges[len(sections) :])
     shift = HEADER_START + len(front)
     end = shift + region.size
     if end > ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
     header = bytearray(source.read(0, HEADER_START) + front + region.read())
     header[24:32] = end.to_bytes(8, "little")
-    for section, place in zip(kept, ranges, strict=False):
+    for section, place in zip(sections, ranges, strict=False):
         for slot, value in zip((1, 2), place, strict=True):
             if at := tables[section.index].at(slot):
                 header[shift + at : shift + at + 8] = value.to_bytes(8, "little")
@@ -82,7 +82,7 @@ def _header(
     return bytes(header)
 
 
-def _front(root: Table, kept: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
+def _front(root: Table, tables: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
     """A root and a list of sections that lead on into the old header, right before which they are to stand."""
     builder = flatbuffers.Builder(1 << 12)
     to, byte, number = builder.PrependUOffsetTRelative, builder.PrependUint8, builder.PrependUint64
@@ -109,7 +109,7 @@ def _front(root: Table, kept: Sequence[Table], added: Sequence[Added], ranges: S
             pairs.append(table((to, name), (byte, _STRING_VALUE), (to, table((to, text)))))
         sections.append(table((to, offsets(pairs)), (number, begin), (number, end), (byte, data_type)))
     # Places count from the end, so that those in the old header are negative.
-    listed = table((to, offsets([*(-table.position for table in kept), *sections])))
+    listed = table((to, offsets([*(-table.position for table in tables), *sections])))
     new = table((to, -root.follow(0)) if root.at(0) else None, (to, listed))
     builder.Prep(_HEADER_ALIGNMENT, 0)
     builder.Finish(new)

@@ -307,8 +307,8 @@ def _files_of_tensors(place: Path) -> dict[str, Path]:
     """By name: the files that the tensors at ``place`` lie in, those of codes beside floats too."""
     if place.is_file():
         return {place.name: place}
-    own = sorted(own_files(place, format_of(place)))
-    names = [name for name in (*own, CODES_FILE) if name.endswith(TENSOR_FILES) and (place / name).is_file()]
+    listed = sorted(own_files(place, format_of(place)))
+    names = [name for name in (*listed, CODES_FILE) if name.endswith(TENSOR_FILES) and (place / name).is_file()]
     return {name: place / name for name in names}
 
 

@@ -112,14 +112,14 @@ def _clause_of(error: Exception, opened: Opened) -> str:
 
 def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
     """How many matrices and vectors were found by their places, and by names: what several roles share, once."""
-    said = []
+    parts = []
     for noun, rank in (("matrices", 2), ("vectors", 1)):
         stored = {role.key: role.role in named for role in roles if role.key is not None and len(role.shape) == rank}
         by_name = sum(stored.values())
         for count, how in ((len(stored) - by_name, "by place"), (by_name, "by name")):
             if count:
-                said.append(f"{count} of {len(stored)} {noun} {how}")
-    return ", ".join(said)
+                parts.append(f"{count} of {len(stored)} {noun} {how}")
+    return ", ".join(parts)
 
 
 def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
@@ -133,14 +133,14 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     walked = DrafterWalk(graph, whole=False)
     placed = _placed(walked)
     matrices = tuple(_matrices(graph))
-    for known in load_mapping("geometries")["geometries"]:
-        config = _config_of(known, walked if placed else None, sliding_window)
+    for geometry in load_mapping("geometries")["geometries"]:
+        config = _config_of(geometry, walked if placed else None, sliding_window)
         named = _completed(graph, config, placed, matrices)
         kv = _caches_by_type(graph, config)
         if named is None or len(kv) < len(config.kv_layers):
             continue
         drafter = opened.shard(graph, _walk_of(walked, config, [*placed.values(), *named]), config, kv)
-        shaped = f"theta, window and types of layers are those of {known['name']}, whose shapes these are"
+        shaped = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
         counts = _counts(drafter.walk.roles, {role.role for role in named})
         return replace(drafter, not_proven=(*_once(refusals), shaped, counts))
     raise UnsupportedError(
@@ -162,9 +162,9 @@ def _completed(
 ) -> list[FoundRole] | None:
     """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
     shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-    named = {found.role: found for found in _named(graph, matrices, shapes)}
-    whole = {role.name: shape for role, shape in shapes_of(config).items()}
-    if any(whole.get(role.role) != role.shape for role in placed.values()):
+    named = {by_name.role: by_name for by_name in _named(graph, matrices, shapes)}
+    shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
+    if any(shape_of_role.get(role.role) != role.shape for role in placed.values()):
         return None
     if any(role.name not in named and not role.optional for role in shapes):
         return None
@@ -172,9 +172,9 @@ def _completed(
     return list(named.values())
 
 
-def _walk_of(walked: DrafterWalk, config: DrafterConfig, found: Collection[FoundRole]) -> Walk:
+def _walk_of(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
     """What a walk would hold of a graph whose attentions were not read."""
-    roles = in_order(found)
+    roles = in_order(roles_found)
     caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
     return Walk(
         roles,
@@ -189,16 +189,18 @@ def _walk_of(walked: DrafterWalk, config: DrafterConfig, found: Collection[Found
     )
 
 
-def _config_of(known: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
+def _config_of(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
     """The shape of a known drafter, with what ``walked`` read of norms, gates and soft cap."""
-    rest = known["published"]
+    rest = geometry["published"]
     layers = tuple(
         LayerConfig(kind, head_dim, kv_heads, window if "sliding" in kind else None, RopeConfig(**rest["rope"][kind]))
-        for kind, head_dim, kv_heads in zip(rest["layer_types"], known["head_dims"], known["num_kv_heads"], strict=True)
-        for window in (sliding_window or known["sliding_window"],)
+        for kind, head_dim, kv_heads in zip(
+            rest["layer_types"], geometry["head_dims"], geometry["num_kv_heads"], strict=True
+        )
+        for window in (sliding_window or geometry["sliding_window"],)
     )
     sizes = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads")
-    config = DrafterConfig(**{size: known[size] for size in sizes}, layers=layers, **rest["numbers"])
+    config = DrafterConfig(**{size: geometry[size] for size in sizes}, layers=layers, **rest["numbers"])
     if walked is None:
         return config
     config = replace(config, rms_norm_eps=walked.one_epsilon(), hidden_activation=walked.one_activation())
@@ -232,13 +234,13 @@ def _named(
     ]
     by_name = [(value, (value.tensor.name,)) for value in matrices]
     for role, shape in shapes.items():
-        found = {
+        roles_by_name = {
             id(value): (value, names)
             for value, names in (by_name if role.kind == MATRIX else vectors)
             if value.tensor.elements == _elements(shape) and carries(role.published_names, names)
         }
-        if len(found) == 1:
-            ((value, names),) = found.values()
+        if len(roles_by_name) == 1:
+            ((value, names),) = roles_by_name.values()
             yield FoundRole(role.name, value.tensor, shape, 1.0, f"the name {escape(names[0])}", names)
 
 
@@ -248,13 +250,13 @@ def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Colle
     Raises:
         UnsupportedError: a sum of the stream's width is multiplied by a number that plays no role.
     """
-    known = {role.key for role in named}
+    named_keys = {role.key for role in named}
     for node in graph.nodes:
         if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
             continue
         numbers = [v for v in node.inputs if v is not None and v.constant and v.tensor.elements == 1]
         sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
-        if sums and any((v.tensor.subgraph, v.tensor.index) not in known for v in numbers):
+        if sums and any((v.tensor.subgraph, v.tensor.index) not in named_keys for v in numbers):
             raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
 
 
@@ -264,7 +266,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def _caches_by_type(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:
     """By type of layer, the inputs that hold its K and V: of those of its shape the first, for full layers the last."""
-    found = dict[str, tuple[str, str]]()
+    cache_names = dict[str, tuple[str, str]]()
     for kind, layer in config.kv_layers.items():
         wanted = {layer.num_kv_heads, layer.head_dim}
         keys = sorted(
@@ -274,5 +276,5 @@ def _caches_by_type(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[
         pairs = [(name, name.replace("_k_", "_v_")) for name in keys if "_k_" in name]
         pairs = [pair for pair in pairs if pair[1] in keys]
         if pairs:
-            found[kind] = pairs[0] if "sliding" in kind else pairs[-1]
-    return found
+            cache_names[kind] = pairs[0] if "sliding" in kind else pairs[-1]
+    return cache_names

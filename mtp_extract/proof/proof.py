@@ -96,28 +96,28 @@ def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Se
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
     # What runtimes promise of an input does not depend on whether an operator reads it.
     inputs = frozenset(graph.inputs)
-    masks, found = Masks(graph, walk.reading.inside.positions), []
+    masks, rows_of_layer = Masks(graph, walk.reading.inside.positions), []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
-        found.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).hold())
+        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).hold())
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
                 f"{config.attention_scale:g}. Nothing is written."
             )
-    return max(rows for rows, _ in found), all(alike for _, alike in found)
+    return max(rows for rows, _ in rows_of_layer), all(alike for _, alike in rows_of_layer)
 
 
 def _layouts(walk: Walk) -> dict[str, list[int]]:
     """Cache input → its axes of KV heads, slots and dimensions, which all layers must agree on."""
-    found: dict[str, list[int]] = {}
+    layouts: dict[str, list[int]] = {}
     for index, layer in enumerate(walk.layers):
         for name, axes in ((layer.key, layer.attention.scores.axes), (layer.value, layer.attention.axes)):
             head, slot, dimension = axes
-            own = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
-            if found.setdefault(name, own) != own:
+            layout = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
+            if layouts.setdefault(name, layout) != layout:
                 raise ProofError(f"layers.{index}.attention: {name} is read in two ways. Nothing is written.")
-    return found
+    return layouts
 
 
 def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
@@ -143,14 +143,14 @@ def _hold_config(walk: Walk, config: DrafterConfig) -> None:
     """
     heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers]
     written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
-    for name, one, other in (
+    for name, expected, other in (
         ("rms_norm_eps", walk.rms_norm_eps, config.rms_norm_eps),
         ("final_logit_softcap", walk.soft_cap, config.final_logit_softcap),
         ("hidden_activation", walk.hidden_activation, config.hidden_activation),
         ("heads", heads, written),
     ):
-        if one != other:
-            raise ProofError(f"{name}: the graph has {one}, the config {other}. Nothing is written.")
+        if expected != other:
+            raise ProofError(f"{name}: the graph has {expected}, the config {other}. Nothing is written.")
 
 
 def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
@@ -170,11 +170,16 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
             continue
         for first, last in row_ranges(weight):
             begin, other = first * weight.columns, weight.floats(first, last).reshape(-1)
-            one = _numbers_of(constant, begin, begin + other.size)
-            wrong = ~((np.abs(one - other) <= np.float32(_ROUNDING) * np.abs(one)) & (np.abs(one) < LARGEST))
+            of_graph = _numbers_of(constant, begin, begin + other.size)
+            wrong = ~(
+                (np.abs(of_graph - other) <= np.float32(_ROUNDING) * np.abs(of_graph)) & (np.abs(of_graph) < LARGEST)
+            )
             if wrong.any():
                 where = int(wrong.argmax())
-                place, found = f"{name}: number {begin + where} is {one[where]:.6g} in the graph", abs(one[where])
+                place, found = (
+                    f"{name}: number {begin + where} is {of_graph[where]:.6g} in the graph",
+                    abs(of_graph[where]),
+                )
                 why = "larger than any of a drafter" if found >= LARGEST else f"{other[where]:.6g} in the checkpoint"
                 raise ProofError(f"{place}, {why}. Nothing is written.")
 
@@ -206,15 +211,17 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
     """``proof`` in sentences, as a record keeps it: what was held, and what is not the checkpoint's."""
     rows = proof["mask_rows"]
     masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else " (equal up to a shift)")
-    said = [
+    sentences = [
         f"every operator was recognized; RoPE at all {proof['positions']} positions, masks in {masks} and every number "
         "of every tensor are the bundle's"
     ]
-    said += [
+    sentences += [
         f"but for the file's own RoPE table of layer {table['layer']}, held in {escape(table['held_in'])}; the exact "
         "theta is written"
         for table in proof["coarse_tables"]
     ]
     if rounded := rounding_in_words(proof["rounded_activations"], ranges=True):
-        said.append(f"in real numbers: {rounded}; that rounding is the runtime's, and a checkpoint of floats has none")
-    return said
+        sentences.append(
+            f"in real numbers: {rounded}; that rounding is the runtime's, and a checkpoint of floats has none"
+        )
+    return sentences

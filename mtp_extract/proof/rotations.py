@@ -37,15 +37,15 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[
     Raises:
         ProofError: a query is rotated otherwise than by the config's RoPE.
     """
-    held: dict[tuple[object, ...], str] = {}
-    found = []
+    types_by_rotation: dict[tuple[object, ...], str] = {}
+    coarse_tables = []
     for index, layer in enumerate(walk.layers):
         key = *layer.rotation.key, config.layers[index].rope
-        if key not in held:
-            held[key] = _hold(graph, index, layer, frequencies(config.layers[index].rope, layer.head_dim))
-        if held[key]:
-            found.append({"layer": index, "held_in": held[key]})
-    return found
+        if key not in types_by_rotation:
+            types_by_rotation[key] = _hold(graph, index, layer, frequencies(config.layers[index].rope, layer.head_dim))
+        if types_by_rotation[key]:
+            coarse_tables.append({"layer": index, "held_in": types_by_rotation[key]})
+    return coarse_tables
 
 
 def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> str:
@@ -61,20 +61,20 @@ def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.floa
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
             f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
         )
-    own = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
+    frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # Exporters that store a table compute it in float64.
-    if (apart := _apart(layer, own, doubt)) and _apart(layer, exact, doubt):
+    if (apart := _apart(layer, frequencies_in_use, doubt)) and _apart(layer, exact, doubt):
         raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
     return held_in
 
 
-def _apart(layer: Layer, own: npt.NDArray[np.floating], doubt: float) -> str:
-    """Where cosines and sines differ from those of the frequencies ``own``, in whose type angles are computed."""
-    for positions, made in layer.rotation.at():
+def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float) -> str:
+    """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
+    for positions, computed in layer.rotation.at():
         # Positions last, as the graph's own numbers lie in memory.
-        angle = own[:, None] * positions.astype(own.dtype)
-        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * own
-        for function, coefficients in ((np.cos, made[:2]), (np.sin, made[2:])):
+        angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
+        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * frequencies_in_use
+        for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             wanted = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():
                 apart = np.abs(coefficient.T - wanted)
@@ -101,8 +101,8 @@ def _rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
     doubt = max((_SHARES[TensorType.FLOAT16] for v in tables if _is_half(graph, v)), default=0.0)
     # What is computed may be rounded to half precision by a CAST before it meets a query.
     doubt = max([doubt, *(_SHARES.get(v.tensor.type, 0.0) for v in stored)])
-    held = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
-    return doubt, " and ".join(sorted(held)) or ("half precision" if doubt else "")
+    types = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
+    return doubt, " and ".join(sorted(types)) or ("half precision" if doubt else "")
 
 
 def _is_half(graph: FlatGraph, table: Value) -> bool:

@@ -58,19 +58,21 @@ class SlotsOfLayer:
         either: list[str | Window] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
-        shown, hidden = set[float](), set[float]()
+        shown_offsets, hidden = set[float](), set[float]()
         for cases in self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE):
-            seen, possible = self._by_config(cases)
+            visible, possible = self._by_config(cases)
             # That a window covers what is seen is held by itself.
             for inside in cases.within.values():
-                possible &= inside | ~seen
-            self._hold_scores(cases, self.masks.effect(attention.scores.tree, cases), seen & possible, ~seen & possible)
+                possible &= inside | ~visible
+            self._hold_scores(
+                cases, self.masks.effect(attention.scores.tree, cases), visible & possible, ~visible & possible
+            )
             if attention.guard is not None:
                 numbers = self.masks.numbers(attention.guard.mask, cases)
-                shown.update(np.unique(numbers[seen & possible]).tolist())
-                hidden.update(np.unique(numbers[~seen & possible]).tolist())
+                shown_offsets.update(np.unique(numbers[visible & possible]).tolist())
+                hidden.update(np.unique(numbers[~visible & possible]).tolist())
         if attention.guard is not None:
-            self._hold_guard(attention.guard, shown, hidden)
+            self._hold_guard(attention.guard, shown_offsets, hidden)
         return len(rows), alike
 
     def _hold_window(self, window: Window) -> None:
@@ -97,21 +99,21 @@ class SlotsOfLayer:
             possible &= past & (slots > position - self.local_window) | ~mask_local
         if self.window is None:
             return (np.broadcast_to(mask, past.shape) if MASK in self.inputs else past), possible
-        seen = past & (slots > position - self.window) & mask_local
+        visible = past & (slots > position - self.window) & mask_local
         # Where the runtime tells the range of slots, or hands a local mask in, a sliding layer need not read the mask.
-        told = PARAM_TENSOR in self.inputs or MASK_LOCAL in self.inputs
-        return (seen if told and MASK not in self.layer.masks else seen & mask), possible
+        range_is_given = PARAM_TENSOR in self.inputs or MASK_LOCAL in self.inputs
+        return (visible if range_is_given and MASK not in self.layer.masks else visible & mask), possible
 
-    def _hold_scores(self, cases: Cases, effect: Effect, seen: Bools, hidden: Bools) -> None:
-        if not seen.any():
+    def _hold_scores(self, cases: Cases, effect: Effect, visible: Bools, hidden: Bools) -> None:
+        if not visible.any():
             return
         # A softmax does not hear what is added to a whole row.
-        base = float(effect.offset.flat[np.argmax(seen)])
+        base = float(effect.offset.flat[np.argmax(visible)])
         with np.errstate(invalid="ignore"):
             sound = effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _SAME_OFFSET * max(1, abs(base)))
             lowered = base - self.largest - (effect.offset + effect.scored * self.largest)
         for wrong, what in (
-            (seen & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
+            (visible & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
             (hidden & ~(lowered >= _WEIGHS_NOTHING), "is seen, or not lowered below what K can be"),
         ):
             if wrong.any():
@@ -119,16 +121,16 @@ class SlotsOfLayer:
                 reckoned = f"|q · K| may be {self.largest:.4g}"
                 self._refuse(int(cases.positions[row]), f"slot {slot} {what} ({reckoned})")
 
-    def _hold_guard(self, guard: OutputGuard, shown: Collection[float], hidden: Collection[float]) -> None:
+    def _hold_guard(self, guard: OutputGuard, shown_offsets: Collection[float], hidden: Collection[float]) -> None:
         """The output guard keeps what heads mixed exactly where the layer sees a slot; runtimes show the query's own.
 
         Args:
             shown, hidden: all numbers that the guard's mask has at slots that the layer sees, and at others.
         """
-        lowest, highest = min(shown, default=math.nan), max(hidden, default=-math.inf)
-        if len(shown) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
+        lowest, highest = min(shown_offsets, default=math.nan), max(hidden, default=-math.inf)
+        if len(shown_offsets) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
             wrong = "looks at other slots than the layer sees"
-        elif not all(self.masks.guard_keeps(guard, number).all() for number in shown):
+        elif not all(self.masks.guard_keeps(guard, number).all() for number in shown_offsets):
             wrong = "replaces what heads mixed by 0 where a slot is seen"
         elif any(self.masks.guard_keeps(guard, number).any() for number in hidden):
             wrong = "keeps what heads mixed where the layer sees no slot"

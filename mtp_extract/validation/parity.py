@@ -89,14 +89,14 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
     end = longest_cache(source)
     for position in _positions(end, count):
         slots, width = np.arange(end), 2 * config.backbone_hidden_size
-        seen = slots <= position
+        past = slots <= position
         # [start, end, end]: the newest slot, and one past the last that may be read.
         param = [position, position + 1, position + 1, 0, 0, 0, 0]
         inputs: dict[str, NDArray[Any]] = {
             ACTIVATIONS: (random.standard_normal((1, 1, width)) * unit).astype(np.float32),
             INPUT_POS: np.array([position], np.int32),
-            MASK: seen[None, None, None],
-            MASK_LOCAL: (seen & (slots > position - (config.sliding_window or end)))[None, None, None],
+            MASK: past[None, None, None],
+            MASK_LOCAL: (past & (slots > position - (config.sliding_window or end)))[None, None, None],
             PARAM_TENSOR: np.array([[[param]]], np.int32),
         }
         for kind, (keys, values) in caches_of(source).items():

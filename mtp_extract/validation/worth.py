@@ -60,7 +60,9 @@ class Timed:
         """The texts after ``prompts``, which are token ids by number."""
         for prompt in [*prompts.values()][:1]:  # the first calls choose kernels and take memory
             generator.generate(prompt, max_new_tokens=min(new_tokens, _WARM), drafts=drafts)
-        return cls({r: generator.generate(one, max_new_tokens=new_tokens, drafts=drafts) for r, one in prompts.items()})
+        return cls(
+            {r: generator.generate(encoded, max_new_tokens=new_tokens, drafts=drafts) for r, encoded in prompts.items()}
+        )
 
     @property
     def rounds(self) -> list[Round]:
