@@ -45,7 +45,9 @@ class Eagle3Config:
             raise DrafterError(f"expected {expected}")
 
     def _wrong(self) -> Iterator[str]:
-        ids, width, kv = self.base_layers, self.hidden_size, (self.num_kv_heads, self.head_dim)
+        ids = self.base_layers
+        width = self.hidden_size
+        kv = (self.num_kv_heads, self.head_dim)
         if self.num_heads % kv[0] or kv[1] % 2:
             heads = f"KV heads that divide the {self.num_heads} query heads, of an even width"
             yield f"{heads}, found {kv[0]} of {kv[1]}. Check num_key_value_heads and head_dim in the config."

@@ -27,7 +27,10 @@ GEMMA4_MTP = "gemma4-mtp"
 GEMMA4 = "gemma4"
 """The text model of a Gemma 4 base."""
 
-MATRIX, NORM, SCALAR, INDEX = "matrix", "norm", "scalar", "index"
+MATRIX = "matrix"
+NORM = "norm"
+SCALAR = "scalar"
+INDEX = "index"
 """Kinds of weights: ``[out, in]``, a vector that scales a normed vector, a factor, integers that are no numbers."""
 
 _LAYERS = "layers."
@@ -81,7 +84,9 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
 
 def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
     """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
-    hidden, backbone, heads = config.hidden_size, config.backbone_hidden_size, config.num_heads
+    hidden = config.hidden_size
+    backbone = config.backbone_hidden_size
+    heads = config.num_heads
     sizes = {"one": 1, "hidden": hidden, "ffn": config.intermediate_size, "vocab": config.vocab_size}
     if isinstance(config, DrafterConfig):
         head, head_dims = config.ordered_head, config.head_dims

@@ -28,7 +28,9 @@ from mtp_extract.graph.roles import Activation
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""
 
-FLOATS, INDICES, NOTHING = "floats", "indices", "nothing"
+FLOATS = "floats"
+INDICES = "indices"
+NOTHING = "nothing"
 """What else than codes may be kept of a weight; indices are those of an ordered head, which are no numbers."""
 
 Activations = tuple[Activation | None, Activation | None]

@@ -41,7 +41,9 @@ def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[Output
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
     for planned in weights.tensors:
-        weight, role, name = floats.get(planned.role), planned.role, planned.name
+        weight = floats.get(planned.role)
+        role = planned.role
+        name = planned.name
         if weight is None or weight.scheme is None or len(weight.shape) != 2:
             continue
         steps = weight.steps

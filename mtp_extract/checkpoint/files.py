@@ -147,7 +147,11 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         OutputError: it cannot be written, or reads back differently.
         Interrupted: a signal came.
     """
-    path, at, end, written, places = folder / file.name, 0, 0, xxh3_128(), dict[str, StoredTensor]()
+    path = folder / file.name
+    at = 0
+    end = 0
+    written = xxh3_128()
+    places = dict[str, StoredTensor]()
     alignment, make_header = 1, safetensors_header
     if path.suffix == ".gguf":
         alignment, make_header = gguf_file.ALIGNMENT, gguf_file.header

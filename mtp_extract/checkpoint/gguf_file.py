@@ -89,7 +89,9 @@ class _Header:
     """The header of a file of ``size`` bytes, read field by field; none of them is read past the file's end."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self.size, self.at = file, size, 0
+        self._file = file
+        self.size = size
+        self.at = 0
 
     def take(self, length: int) -> bytes:
         """The next ``length`` bytes."""
@@ -129,7 +131,9 @@ class _Header:
 def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """As :func:`read_gguf`; what is wrong is a ValueError."""
     _require(header.take(4) == b"GGUF", "not a GGUF file (its first bytes are not GGUF)")
-    version, tensors, entries = header.number(4), header.number(), header.number()
+    version = header.number(4)
+    tensors = header.number()
+    entries = header.number()
     _require(version == 3, f"expected GGUF version 3, little-endian, found {version}")
     most = max(tensors, entries)
     _require(most <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} keys and tensors, found {most}")

@@ -122,7 +122,10 @@ class Saving(Excerpt):
 
 def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
     """What a record says of the bundle; ``original`` are the drafter's own weights."""
-    opened, section, region, digest = drafter.opened, drafter.section, drafter.model.region, hashlib.sha256()
+    opened = drafter.opened
+    section = drafter.section
+    region = drafter.model.region
+    digest = hashlib.sha256()
     for at in range(0, region.size, _READ):
         digest.update(region.read(at, min(_READ, region.size - at)))
     source = {

@@ -45,7 +45,10 @@ class Stored(Weight):
     def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
         shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
         super().__init__(shape, self._values, origin=(path, tensor.offset) if cut is None else None)
-        self.path, self.tensor, self.name, self.cut = path, tensor, name, cut
+        self.path = path
+        self.tensor = tensor
+        self.name = name
+        self.cut = cut
         self._latest = threading.local()  # the rows that a thread read last
 
     @property
@@ -118,7 +121,9 @@ class StoredCodes(Stored):
             # Columns of a table may begin within a block.
             shared = math.gcd(block, begin, end)
             scale, block = np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared], shared
-        self.all_columns, self.columns, self.shape = columns, end - begin, (tensor.shape[0], end - begin)
+        self.all_columns = columns
+        self.columns = end - begin
+        self.shape = (tensor.shape[0], end - begin)
         self._steps = Steps.around_zero(block, scale)
 
     def in_columns(self, begin: int, end: int) -> StoredCodes:

@@ -106,7 +106,10 @@ class Weight:
         origin: object = None,
         rule: str = "",
     ) -> None:
-        self.shape, self.scheme, self.origin, self.rule = shape, scheme, origin, rule
+        self.shape = shape
+        self.scheme = scheme
+        self.origin = origin
+        self.rule = rule
         self.rows, self.columns = rows_of(shape)
         self._read, self._steps = read, steps
 

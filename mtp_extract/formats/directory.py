@@ -94,7 +94,9 @@ class DirectoryFormat:
             codes = row_codes(weight)
         except NoCodesError as error:
             return keep_floats(weight, "f32", str(error))
-        sizes, exact, engine = codes.steps.size, has_exact_steps(weight), self.floats_head_for
+        sizes = codes.steps.size
+        exact = has_exact_steps(weight)
+        engine = self.floats_head_for
         too_small = not exact and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any())
         for unfit, why in (
             (too_small, "its scales, less the factor folded into them, are too small for F32"),
@@ -116,7 +118,9 @@ class DirectoryFormat:
         return next((group for group in self._groups(codes.columns) if codes.steps.block % group == 0), None)
 
     def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint, by_role, config = arranged.checkpoint, arranged.kept, arranged.checkpoint.mtp
+        checkpoint = arranged.checkpoint
+        by_role = arranged.kept
+        config = arranged.checkpoint.mtp
         packed = {
             name: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
             for name, stored_as in by_role.items()

@@ -43,7 +43,9 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _LLAMA = "transformer_layer_config"
 """Key of a ``speculators`` configuration under which that of the layer lies."""
 
-_T2D, _D2T, _EMBED = "t2d", "d2t", "embed_tokens.weight"
+_T2D = "t2d"
+_D2T = "d2t"
+_EMBED = "embed_tokens.weight"
 _BASE = "base_model_name_or_path"
 """Read by no engine; what a ``speculators`` directory says of its verifier."""
 
@@ -54,7 +56,10 @@ _NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 _FLAGS = ("draft_vocab_size", "target_hidden_size", *_NORMS)
 """Keys beside those of Llama that both layouts have."""
 
-VLLM, SGLANG, LLAMA_CPP, MLX = "vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp 0c1e570", "mlx-vlm 0.7.10"
+VLLM = "vLLM 0.33.0"
+SGLANG = "SGLang 0.5.23"
+LLAMA_CPP = "llama.cpp 0c1e570"
+MLX = "mlx-vlm 0.7.10"
 _DEFAULT_IDS = "2, n // 2 and n − 3 of a base of n layers"
 
 

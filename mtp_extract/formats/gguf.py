@@ -108,7 +108,9 @@ class GgufFormat:
             codes = row_codes(weight)
         except NoCodesError as error:
             return keep_floats(weight, "f32", str(error))
-        sizes, block, columns = codes.steps.size, codes.steps.block, codes.columns
+        sizes = codes.steps.size
+        block = codes.steps.block
+        columns = codes.columns
         if columns % BLOCK or block % BLOCK:
             what = f"rows of {columns}" if columns % BLOCK else f"blocks of {block}"
             why = f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"

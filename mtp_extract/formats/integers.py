@@ -86,7 +86,9 @@ def _compressed_document(packed: Mapping[str, Packed], floats: Sequence[str]) ->
     }
 
 
-_QUERY, _GATE, _UP = "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"
+_QUERY = "self_attn.q_proj"
+_GATE = "mlp.gate_proj"
+_UP = "mlp.up_proj"
 
 
 def _target(module: str, fused: bool) -> str:

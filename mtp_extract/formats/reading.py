@@ -97,7 +97,9 @@ def weight_files(directory: Path, name: str) -> list[Path]:
     Raises:
         CheckpointError: neither is there, or an index names what is no file beside it.
     """
-    single, index, stem = directory / name, directory / f"{name}{INDEX_ENDING}", name.removesuffix(_SAFETENSORS)
+    single = directory / name
+    index = directory / f"{name}{INDEX_ENDING}"
+    stem = name.removesuffix(_SAFETENSORS)
     if single.is_file():
         return [single]
     if index.is_file():

@@ -59,7 +59,9 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
             "configuration says. The litert layout can express it.",
             remedies=("format=litert",),
         )
-    sliding, full, head = config.sliding, config.full, config.ordered_head
+    sliding = config.sliding
+    full = config.full
+    head = config.ordered_head
     two_kv_heads = sliding.num_kv_heads != full.num_kv_heads
     text = {
         **{key: getattr(config, field) for key, field in _TEXT_FIELDS.items()},

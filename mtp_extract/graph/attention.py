@@ -142,7 +142,9 @@ class AttentionReader:
         """SLICE, from where a constant or the position says: whole axes, and some slots."""
         if node.operand(1).depends & ~Depends.POSITION or node.operand(2).depends:
             raise UnreadableError("chooses elements by what is computed")
-        begins, sizes, view = self.positions.table(node.operand(1)), self.graph.integers(node.operand(2)), form.view
+        begins = self.positions.table(node.operand(1))
+        sizes = self.graph.integers(node.operand(2))
+        view = form.view
         for axis, (begin, size, length) in enumerate(zip(begins.T, sizes.tolist(), view.shape, strict=True)):
             if not ((begin >= 0) & (begin + size <= length)).all():
                 raise UnreadableError("takes elements that its operand lacks")
@@ -378,7 +380,9 @@ class AttentionReader:
 
     def _reduced(self, node: Node, scored: Scored, stage: str) -> Scored:
         """The largest score, the total, or whether any slot is seen: over all slots."""
-        at, view, axes = scored.slot_axis, scored.view, node.operand(1)
+        at = scored.slot_axis
+        view = scored.view
+        axes = node.operand(1)
         over = [] if axes.depends else ints(self.graph.integers(axes))
         if {axis_of(axis, len(view.axes)) for axis in over} != {at} or not self._all_slots(view, at):
             raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
@@ -394,7 +398,9 @@ class AttentionReader:
             raise UnreadableError("writes something else than the scores of a window")
         if around.tensor.type not in FLOAT_TYPES:
             raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
-        numbers, view, shape = np.unique(self._ground(around)), scored.view, around.tensor.shape
+        numbers = np.unique(self._ground(around))
+        view = scored.view
+        shape = around.tensor.shape
         at = scored.slot_axis
         begins = np.clip(self.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
         label, places, start = view.along(at)

@@ -290,7 +290,9 @@ def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
         if role.tensor is not None:
             by_place[_stored(graph, role.tensor)].append(role)
     numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
-    matched, strangers, computed = list[FoundRole](), list[Value](), set[str]()
+    matched = list[FoundRole]()
+    strangers = list[Value]()
+    computed = set[str]()
     for value in numbers:
         playing = by_place.get(_stored(graph, value.tensor), [])
         matched += [replace(role, tensor=value.tensor, result=None) for role in playing]

@@ -52,7 +52,9 @@ class Blocks:
     folded = 1e-6
 
     def __init__(self, reading: Reading) -> None:
-        self.reading, self.graph, self.expressions = reading, reading.graph, reading.expressions
+        self.reading = reading
+        self.graph = reading.graph
+        self.expressions = reading.expressions
         self.roles: list[FoundRole] = []
         self.eps: set[float] = set()
         self.activations: set[str] = set()

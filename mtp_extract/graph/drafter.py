@@ -179,7 +179,9 @@ class DrafterWalk(Blocks):
         return attention.scores.rotated.query
 
     def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
-        scores, graph, positions = attention.scores, self.graph, self.reading.inside.positions
+        scores = attention.scores
+        graph = self.graph
+        positions = self.reading.inside.positions
         query, norm = scores.rotated.query, self.match(scores.rotated.query)
         kv_heads, width = heads_and_width(graph.inputs[scores.key].tensor.shape, scores.axes)
         if norm is None or width != norm.width or query.size % width:

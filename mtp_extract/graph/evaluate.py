@@ -351,7 +351,9 @@ def _check_bits(call: Call) -> None:
 
 def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
     """The results of an operator."""
-    kind, kernel, counts = call.node.kind, KERNELS[call.node.kind], [x.shape[-1] for x in operands]
+    kind = call.node.kind
+    kernel = KERNELS[call.node.kind]
+    counts = [x.shape[-1] for x in operands]
     # What is stored may be large; what is made of small constants is not.
     largest = max(LARGEST_COMPUTED, *(x[..., 0].size for x in operands))
     call = replace(call, largest=largest // max(counts))

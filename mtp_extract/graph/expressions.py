@@ -198,10 +198,14 @@ class Expressions:
         if other.expr.size > term.expr.size:
             follower, leader, ids = self.aligned(other, term)
             return leader, follower, ids
-        leader, follower, flat = term.expr, other.expr, first.reshape(-1)
+        leader = term.expr
+        follower = other.expr
+        flat = first.reshape(-1)
         if not np.array_equal(np.sort(flat), np.arange(leader.size)):
             # Not every element once: a vector of its own.
-            leader, order, ids = self.part(leader, flat), np.arange(flat.size), np.arange(flat.size)
+            leader = self.part(leader, flat)
+            order = np.arange(flat.size)
+            ids = np.arange(flat.size)
         else:
             ids, order = flat, np.argsort(flat)
         return leader, self.part(follower, right.reshape(-1)[order]), ids.reshape(first.shape)

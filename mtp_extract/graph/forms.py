@@ -74,7 +74,9 @@ class Rotated:
         """Each ``[*shape, terms]``."""
         kinds = [(name, kind, number.shape[-1:]) for name, kind in (("number", "f8"), ("element", "i8"), ("by", "i8"))]
         terms = np.zeros(number.shape[:-1], kinds)
-        terms["number"], terms["element"], terms["by"] = number, element, by
+        terms["number"] = number
+        terms["element"] = element
+        terms["by"] = by
         return Rotated(query, terms)
 
     @property

@@ -69,7 +69,9 @@ class Masks:
     """The masks of a graph."""
 
     def __init__(self, graph: FlatGraph, positions: Positions) -> None:
-        self.graph, self.positions, self.slots = graph, positions, positions.slots
+        self.graph = graph
+        self.positions = positions
+        self.slots = positions.slots
         self._lines: dict[int, Line | None] = {}
 
     def window(self, attention: Attention) -> int | None:
@@ -135,7 +137,9 @@ class Masks:
             hidden = ~inner.scored | ~(np.abs(inner.offset) <= _LARGEST_OFFSET)
             return replace(inner, offset=np.where(hidden, np.clip(inner.offset, *tree[2:]), inner.offset))
         if kind == "window":
-            chosen, yes, no = cases.within[tree[2]], self.effect(tree[1], cases), self.effect(tree[3], cases)
+            chosen = cases.within[tree[2]]
+            yes = self.effect(tree[1], cases)
+            no = self.effect(tree[3], cases)
         else:
             chosen = self.numbers(tree[1], cases) != 0
             yes, no = (self.effect(part, cases) for part in tree[2:])

@@ -96,7 +96,9 @@ class Reading:
         Args:
             whole: refuse what cannot be read. If not, it becomes an expression "unread", and attentions are such.
         """
-        self.graph, self.expressions, self.whole = graph, Expressions(), whole
+        self.graph = graph
+        self.expressions = Expressions()
+        self.whole = whole
         self.forms: dict[int, Form] = {}
         self.first: dict[Expr, tuple[Value, float]] = {}
         self.scaled: dict[Expr, list[tuple[Term, Value]]] = {}

@@ -147,7 +147,9 @@ class NameCheck:
 def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
     """Compare every role with the names that its constant, or the result of its op, carries."""
     roles = {role.name: role for role in roles_of(num_layers)}
-    confirmed, unrecognised, contradicted = [], [], {}
+    confirmed = []
+    unrecognised = []
+    contradicted = {}
     for constant in found:
         is_matrix = len(constant.shape) == 2
         names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as

@@ -100,7 +100,9 @@ class View:
         """Row-major, as RESHAPE has it: axes are joined, and split where what is added is a sum."""
         if math.prod(shape) != math.prod(self.shape):
             raise _tangled()
-        remaining, queue, axes = self._none(), list(self.axes), list[Ids]()
+        remaining = self._none()
+        queue = list(self.axes)
+        axes = list[Ids]()
         for size in shape:
             while remaining.shape[1] % size:
                 remaining = (remaining[:, :, None] + queue.pop(0)[:, None]).reshape(len(remaining), -1)

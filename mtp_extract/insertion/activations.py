@@ -42,7 +42,10 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
         return [], [note] if static and changed else []
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."]
-    ranges, written, unmeasured = measure(), dict[int, bytes](), list[str]()  # what several roles read has one range
+    # what several roles read has one range
+    ranges = measure()
+    written = dict[int, bytes]()
+    unmeasured = list[str]()
     for role in static:
         node = role.result.producer if role.result is not None else None
         if node is None or role.role not in ranges:

@@ -29,7 +29,10 @@ from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
-EQUAL, HALF_STEP, DIFFERENT, NOT_FOUND = "equal", "within half a step", "different", "not found"
+EQUAL = "equal"
+HALF_STEP = "within half a step"
+DIFFERENT = "different"
+NOT_FOUND = "not found"
 NEAREST = "nearest code"
 """Some numbers lie beyond the last code of their row, which is what is stored; little of the weight is lost by it."""
 VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)

@@ -24,7 +24,10 @@ from mtp_extract.insertion.slots import Slot, are_alike, over_rows, relative_err
 from mtp_extract.io.source import Advance
 from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
 
-KEPT, CODES, FLOATS, REQUANTIZED = "kept", "codes", "floats", "requantized"
+KEPT = "kept"
+CODES = "codes"
+FLOATS = "floats"
+REQUANTIZED = "requantized"
 
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
 _SCALES_ALIKE = 1e-6
@@ -246,7 +249,9 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
     """Scales and zero points for the codes of the new weight as they are; None where it has no codes, the file cannot
     store them, or they would say something else than the checkpoint's floats.
     """
-    storage, packing, factor = slot.stored.source.storage, slot.stored.source.packing, slot.stored.factor
+    storage = slot.stored.source.storage
+    packing = slot.stored.source.packing
+    factor = slot.stored.factor
     if slot.stored.folded or slot.new.scheme is None or packing is None:
         return None
     steps = slot.new.steps.by_row()

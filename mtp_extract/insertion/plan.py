@@ -169,9 +169,14 @@ def _agree(part: _Part, other: _Part) -> bool:
 
 def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
     """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
-    model, tensor, role, (scale, zeros) = place.model, place.found.tensor, encoding.slot.role, encoding.scales
+    model = place.model
+    tensor = place.found.tensor
+    role = encoding.slot.role
+    (scale, zeros) = encoding.scales
     assert tensor is not None
-    data, quantization, blocks = model.locate(tensor), tensor.quantization, _blocks(model, tensor)
+    data = model.locate(tensor)
+    quantization = tensor.quantization
+    blocks = _blocks(model, tensor)
     yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not scale.size or quantization is None:
         return

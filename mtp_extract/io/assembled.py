@@ -25,7 +25,10 @@ class Assembled(Source):
     """
 
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
-        self.name, self.size, self.provenance, self.pieces = name, size, {}, tuple(pieces)
+        self.name = name
+        self.size = size
+        self.provenance = {}
+        self.pieces = tuple(pieces)
 
     def _parts(self, offset: int, length: int) -> Iterator[tuple[int, Region]]:
         """The parts of pieces that lie in a range, and where in the range."""

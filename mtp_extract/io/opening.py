@@ -105,7 +105,10 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
 
     if not address.is_file:
         address = _only_bundle(address, token)
-    name, repository, path, revision = address.name, address.repository, address.path, address.revision
+    name = address.name
+    repository = address.repository
+    path = address.path
+    revision = address.revision
 
     def copy_of(revision: str | None) -> Source | None:
         metadata = try_to_load_from_cache(repository, path, revision=revision)

@@ -31,7 +31,9 @@ Inputs = Iterable[PathLike | None]
 Listed = Callable[[Path], Container[str]]
 """A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
 
-_MARK, _NEW, _OLD = "mtp-extract", "new", "old"
+_MARK = "mtp-extract"
+_NEW = "new"
+_OLD = "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
 _LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*")
 """What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""

@@ -108,7 +108,10 @@ class BytesSource(Source):
     """A source that is ``data`` in memory."""
 
     def __init__(self, data: bytes, name: str = "memory") -> None:
-        self.data, self.name, self.size, self.provenance = data, name, len(data), {}
+        self.data = data
+        self.name = name
+        self.size = len(data)
+        self.provenance = {}
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)

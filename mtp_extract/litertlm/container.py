@@ -176,7 +176,9 @@ def _sections(listing: Table) -> Iterator[Section]:
 def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
     items: dict[str, Item] = {}
     for pair in owner.tables(slot) if owner else ():
-        key, tag, value = pair.string(0), pair.integer(1, "B"), pair.table(2)
+        key = pair.string(0)
+        tag = pair.integer(1, "B")
+        value = pair.table(2)
         if key is None or value is None:
             continue
         if tag == _ITEM_STRING:
@@ -192,7 +194,9 @@ def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
 
 def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]) -> None:
     for section in sections:
-        name, begin, end = f"{source.name}: {section.label}", section.begin, section.end
+        name = f"{source.name}: {section.label}"
+        begin = section.begin
+        end = section.end
         if begin > end:
             raise FormatError(f"{name} runs backwards, from byte {begin} to {end}. {_AGAIN}")
         if end > source.size:

@@ -18,7 +18,13 @@ from collections.abc import Collection
 from mtp_extract.errors import FormatError
 
 _MOST_KEYS = 1 << 10
-_INTEGER, _UNSIGNED, _FLOAT, _INDIRECT_INTEGER, _INDIRECT_UNSIGNED, _INDIRECT_FLOAT, _MAP = 1, 2, 3, 6, 7, 8, 9
+_INTEGER = 1
+_UNSIGNED = 2
+_FLOAT = 3
+_INDIRECT_INTEGER = 6
+_INDIRECT_UNSIGNED = 7
+_INDIRECT_FLOAT = 8
+_MAP = 9
 _TYPES = frozenset({*range(27), 36})
 _DIRECT = {_INDIRECT_INTEGER: _INTEGER, _INDIRECT_UNSIGNED: _UNSIGNED, _INDIRECT_FLOAT: _FLOAT}
 _CODES = {
@@ -80,7 +86,9 @@ class _Reader:
         if kind not in _TYPES:
             raise FormatError(f"a value of the type {kind}, which there is not")
         if kind in _DIRECT:
-            kind, position, width = _DIRECT[kind], self._back(position, width), 1 << (packed_type & 3)
+            kind = _DIRECT[kind]
+            position = self._back(position, width)
+            width = 1 << (packed_type & 3)
         code = _CODES.get(kind, {}).get(width)
         return None if code is None else float(self._scalar(code, position))
 

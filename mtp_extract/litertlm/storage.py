@@ -339,7 +339,9 @@ class QuantizedTensor:
         """
         if tensor.sparse:
             raise UnsupportedError(f"{tensor.label} is stored sparse, which this release cannot read.")
-        location, type_, quantization = model.locate(tensor), TensorType(tensor.type_id), tensor.quantization
+        location = model.locate(tensor)
+        type_ = TensorType(tensor.type_id)
+        quantization = tensor.quantization
         if type_ in FLOAT_TYPES:
             plain = Storage(type_, tensor.shape, "none")
             return cls(tensor, location, plain, np.empty(0, np.float32), np.empty(0, np.int64))
@@ -353,7 +355,9 @@ class QuantizedTensor:
             )
         if quantization.blockwise is not None:
             scale, zero_point = _block_scales(model, tensor, quantization.blockwise)
-            kind, axis, size = "blockwise", 0, quantization.blockwise.block_size
+            kind = "blockwise"
+            axis = 0
+            size = quantization.blockwise.block_size
         else:
             scale, zero_point = _channel_scales(tensor, quantization)
             kind, size = "per_tensor" if scale.size == 1 else "per_channel", 0
@@ -417,7 +421,9 @@ class QuantizedTensor:
 def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales and zero points, one of all or one a channel."""
     # Counted before they are read: a vector may claim the rest of the file.
-    scales, zeros, axis = quantization.scales.count, quantization.zero_points.count, quantization.axis
+    scales = quantization.scales.count
+    zeros = quantization.zero_points.count
+    axis = quantization.axis
     if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
         raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
     if zeros not in (0, 1, scales):

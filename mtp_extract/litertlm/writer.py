@@ -85,7 +85,9 @@ def _header(
 def _front(root: Table, tables: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
     """A root and a list of sections that lead on into the old header, right before which they are to stand."""
     builder = flatbuffers.Builder(1 << 12)
-    to, byte, number = builder.PrependUOffsetTRelative, builder.PrependUint8, builder.PrependUint64
+    to = builder.PrependUOffsetTRelative
+    byte = builder.PrependUint8
+    number = builder.PrependUint64
 
     def table(*fields: tuple[Callable[[int], None], int] | None) -> int:
         builder.StartObject(len(fields))

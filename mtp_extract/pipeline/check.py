@@ -119,7 +119,9 @@ def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
 
 def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
     """Which files in ``folder``, the card left out, are not as ``record`` lists them: name → a clause."""
-    present, layout, changed = set(files_in(folder)), record["layout"], dict[str, str]()
+    present = set(files_in(folder))
+    layout = record["layout"]
+    changed = dict[str, str]()
     weights_file = format_named(layout).weights_file
     if weights_of(format_named(layout), record["files"]) is None:
         changed[weights_file] = f"{weights_file} is not listed"

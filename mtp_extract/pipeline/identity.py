@@ -170,7 +170,9 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     files = _check("files", unread, ["nothing that would make an engine load something else"])
     wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
     tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
-    proven, refuted, why = list[str](), list[str](), "not of the file's config and tensors"
+    proven = list[str]()
+    refuted = list[str]()
+    why = "not of the file's config and tensors"
     if tensors.passed and source.not_proven:
         why = f"not proven: {'; '.join(source.not_proven)}"
     elif tensors.passed:

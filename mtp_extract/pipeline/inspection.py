@@ -53,7 +53,9 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
     """
-    source, bundle, published = opened.source, opened.bundle, known_bundle(opened.source)
+    source = opened.source
+    bundle = opened.bundle
+    published = known_bundle(opened.source)
     report: dict[str, Any] = {
         "name": source.name,
         "size": source.size,
@@ -185,7 +187,10 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: it is damaged, holds no drafter, or is not what its record or ``bundle`` says.
     """
-    read, checks, against, published = ReadDirectory.of(place), list[Check](), None, None
+    read = ReadDirectory.of(place)
+    checks = list[Check]()
+    against = None
+    published = None
     if bundle is not None:
         with open_bundle(bundle, progress=progress) as opened:
             checks, against = verify_against(read, opened), opened.source.name

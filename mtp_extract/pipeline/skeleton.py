@@ -83,7 +83,9 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
     """The model, the constants that play a role in it, and those that may."""
     model = opened.drafter_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
-    roles, not_weights, graph = dict[tuple[int, int], Tensor](), set[tuple[int, int]](), None
+    roles = dict[tuple[int, int], Tensor]()
+    not_weights = set[tuple[int, int]]()
+    graph = None
     with suppress(MtpExtractError):
         # What is refused here is what the skeleton is made for.
         graph = opened.flat_graph()

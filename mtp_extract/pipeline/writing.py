@@ -79,7 +79,9 @@ def _quantized(arranged: Arranged, name: str) -> Arranged:
 
     Roles that share a weight share its codes.
     """
-    layout, rules, rule = arranged.format.name, EVERY[arranged.format.name].rules, RULES[name]
+    layout = arranged.format.name
+    rules = EVERY[arranged.format.name].rules
+    rule = RULES[name]
     if name not in rules:
         raise UnsupportedError(
             f"The {layout} format holds no codes that {name} makes"

@@ -126,7 +126,9 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     tensor = graph.inputs[layer.key].tensor
-    grid, row, key = grid_of(tensor), math.sqrt(layer.head_dim), _KEY_SIZE
+    grid = grid_of(tensor)
+    row = math.sqrt(layer.head_dim)
+    key = _KEY_SIZE
     if grid is not None and tensor.type is not None:
         key = max(abs(end - grid[1]) * grid[0] for end in code_range(tensor.type))
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
@@ -195,7 +197,9 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     """Whether ``weight`` is the codes of ``constant`` themselves, each with its own scale, and none of them huge."""
     if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None:
         return False
-    source, steps, storage = constant.source, weight.steps, constant.source.storage
+    source = constant.source
+    steps = weight.steps
+    storage = constant.source.storage
     if weight.source.tensor is not source.tensor or steps.factor != constant.factor or weight.folded:
         return False
     if storage.groups > 1 and storage.columns % steps.block:

@@ -32,7 +32,11 @@ class SlotsOfLayer:
         self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, inputs: frozenset[str], largest: float
     ) -> None:
         """``inputs`` are the signature's inputs that the graph reads; no score is larger than ``largest``."""
-        self.index, self.layer, self.masks, self.inputs, self.largest = index, layer, masks, inputs, largest
+        self.index = index
+        self.layer = layer
+        self.masks = masks
+        self.inputs = inputs
+        self.largest = largest
         self.window, self.local_window = config.layers[index].sliding_window, config.sliding_window or masks.slots
 
     def hold(self) -> tuple[int, bool]:
@@ -77,7 +81,9 @@ class SlotsOfLayer:
 
     def _hold_window(self, window: Window) -> None:
         """A window of slots holds all that the config sees, at every position."""
-        at, first, size = np.arange(self.masks.slots), self.masks.positions.first_slots[window.table], window.size
+        at = np.arange(self.masks.slots)
+        first = self.masks.positions.first_slots[window.table]
+        size = window.size
         needed = np.zeros(at.size, np.int64) if self.window is None else np.maximum(at - self.window + 1, 0)
         bad = ~((first >= 0) & (first <= needed) & (first + size > at) & (first + size <= at.size))
         if bad.any():

@@ -257,7 +257,9 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
         for node, operator in zip(graph.operators, subgraph.operators, strict=True):
             ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
             if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
-                node.opcodeIndex, node.builtinOptionsType, node.builtinOptions = cast, 0, None
+                node.opcodeIndex = cast
+                node.builtinOptionsType = 0
+                node.builtinOptions = None
     # A builder that grows copies everything again and again.
     size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
     builder = flatbuffers.Builder(size + _ROOM_FOR_TABLES)

@@ -16,7 +16,10 @@ from mtp_extract.validation.result import Validation
 
 def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
     """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
-    base, drafter, worth, facts = pair.base, pair.drafter, validation.drafters[0].worth, validation.base
+    base = pair.base
+    drafter = pair.drafter
+    worth = validation.drafters[0].worth
+    facts = validation.base
     assert isinstance(drafter, Network) and facts is not None
     needs = drafter.needs
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
@@ -64,7 +67,9 @@ def _side(model: nn.Module, width: int) -> dict[str, Any]:
 
 def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
     """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
-    needs, config, size = drafter.needs, drafter.config, next(base.model.parameters()).element_size()
+    needs = drafter.needs
+    config = drafter.config
+    size = next(base.model.parameters()).element_size()
     layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
     widths = [m.k_proj.out_features * min(positions, m.sliding_window or positions) for m in layers]
     sizes = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]

@@ -125,5 +125,7 @@ class ValidationPlan:
             return self
         from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
-        base, source, prompts = str(sample_base()), str(sample_bundle()), self.prompts or sample_prompts()
+        base = str(sample_base())
+        source = str(sample_bundle())
+        prompts = self.prompts or sample_prompts()
         return replace(self, base=base, source=source, prompts=prompts, sample=False, device="cpu", batch=32)

@@ -133,7 +133,9 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         pairs = {name: _pair(loaded, place) for name, place in places.items()}
-    pair, steps, new_tokens = pairs[validation.drafter], sorted(set(plan.draft_steps)), plan.new_tokens
+    pair = pairs[validation.drafter]
+    steps = sorted(set(plan.draft_steps))
+    new_tokens = plan.new_tokens
     _use_threads(pair.base.width)
     trees = [what for what in plan.wanted.values() if isinstance(what, Tree)]
     for tree in trees:

@@ -180,11 +180,9 @@ def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[
 
 def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
-    depth, rounds, accepted = (
-        depth_of(what),
-        sum(map(len, walks)),
-        [sum(stands for _, stands in walk) for walk in walks],
-    )
+    depth = depth_of(what)
+    rounds = sum(map(len, walks))
+    accepted = [sum(stands for _, stands in walk) for walk in walks]
     length = 1 + sum(accepted) / rounds
     interval = over_texts(share_bounds, [stands / depth for stands in accepted], list(map(len, walks)))
     drafting = [r for r in timed.rounds if r.drafted]
