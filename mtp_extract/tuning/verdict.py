@@ -134,8 +134,8 @@ class Comparisons(msgspec.Struct, frozen=True):
 
     def undecided(self) -> Iterator[str]:
         """What too few texts leave open, in a sentence, if they do."""
-        undecided = [(name, result) for name, result in self.workloads.items() if result.change.interval is None]
-        few = [f"{name} ({result.texts})" for name, result in undecided]
+        without_interval = [(name, result) for name, result in self.workloads.items() if result.change.interval is None]
+        few = [f"{name} ({result.texts})" for name, result in without_interval]
         if self.unseen is None or self.unseen.change.interval is None:
             few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
         if few:
