@@ -25,7 +25,7 @@ from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, another_kind
 from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.address import HubAddress
-from mtp_extract.io.file_kinds import HEAD, kind_of
+from mtp_extract.io.file_kinds import HEAD, file_kind
 from mtp_extract.io.opening import Named, bundles_at, open_source
 from mtp_extract.io.source import Progress, Region, Source
 from mtp_extract.litertlm.container import (
@@ -270,7 +270,7 @@ class Opened(AbstractContextManager["Opened"]):
     def _no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
-            kind = kind_of(self.source.read(0, min(HEAD, self.source.size)))
+            kind = file_kind(self.source.read(0, min(HEAD, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
         kinds = ", ".join(map(escape, sorted(self.model_types)))
         return (

@@ -39,7 +39,7 @@ from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.pipeline.extraction import extract
-from mtp_extract.pipeline.plan import Dtype
+from mtp_extract.pipeline.plan import DtypeName
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "class Foo(object):"
@@ -49,7 +49,7 @@ COLUMNS = ("engine", "version", "format", "loads", "text identical", "accepted",
 F32 = "transformers F32"
 """What every other format of an engine is held against."""
 
-WRITTEN: Mapping[str, tuple[str, Dtype | None]] = {
+WRITTEN: Mapping[str, tuple[str, DtypeName | None]] = {
     F32: ("transformers", "f32"),
     "transformers BF16": ("transformers", "bf16"),
     "compressed-tensors": ("compressed-tensors", None),

@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 with atheris.instrument_imports(include=["mtp_extract"]):
     from helpers.make_bundle import Memory, load, pack
     from helpers.make_drafter import DrafterSpec, plain_drafter
-    from seam import MtpExtractError, prove
+    from seam import prove
+
+    from mtp_extract.errors import MtpExtractError
 
 DRAFTERS = [plain_drafter(DrafterSpec(windows=windows)) for windows in ((None,), (4, None))]
 SEEDS = (b"\0", b"\1", *(bytes([which, edits, *range(40)]) for which in (0, 1) for edits in (1, 4)))

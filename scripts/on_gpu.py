@@ -34,7 +34,7 @@ from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.random_assistants import Geometry, random_assistant  # noqa: E402 - it lies beside the tests
 
 CHAINS = range(9)
-TREES = {"2x2x1": Tree.parse("2x2x1"), "4x2x1": Tree.parse("4x2x1")}
+TREES = {"2x2x1": DraftTree.parse("2x2x1"), "4x2x1": DraftTree.parse("4x2x1")}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 CHAIN, SHORT = 4, 32
 """Drafts a round, and tokens of a prompt, where it is not their number that is varied."""
@@ -104,7 +104,7 @@ class Pair:
         found: list[int] = torch.randint(300, most, (length,), generator=self.random).tolist()
         return found
 
-    def ours(self, prompt: list[int], drafts: int | Tree, tokens: int) -> tuple[float, float, float]:
+    def ours(self, prompt: list[int], drafts: int | DraftTree, tokens: int) -> tuple[float, float, float]:
         """Milliseconds of drafting and of verifying in a round, and of the prompts' own forward."""
         made = self.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts, stop_token_ids=[])
         full = [r for r in made.rounds if r.drafted or drafts == 0]
@@ -163,7 +163,7 @@ def peak(device: torch.device) -> str:
 def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
     """K and trees, ours and transformers' in turn."""
     prompt, alone = pair.prompt(SHORT), 0.0
-    shapes: dict[str, int | Tree] = {**{str(k): k for k in CHAINS}, **TREES}
+    shapes: dict[str, int | DraftTree] = {**{str(k): k for k in CHAINS}, **TREES}
     for name, drafts in shapes.items():
         page.require_time()
         own: list[tuple[float, float, float]] = []

@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header
-from mtp_extract.checkpoint.weight import Weight, filled, of_array
+from mtp_extract.checkpoint.weight import Weight, constant_weight, of_array
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -89,7 +89,7 @@ def prove(
     """The proof of the drafter in ``source``; ``config`` and ``read`` plant faults in its checkpoint."""
     with open_bundle(source) as opened:
         drafter = opened.drafter()
-        tensors = {role.name: filled(shape) for role, shape in shapes_of(drafter.config).items()}
+        tensors = {role.name: constant_weight(shape) for role, shape in shapes_of(drafter.config).items()}
         tensors |= checkpoint_of(drafter).tensors
         return _prove(drafter.graph, drafter.walk, config(drafter.config), read(tensors.__getitem__))
 

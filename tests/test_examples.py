@@ -48,11 +48,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """A few of the sample's prompts: as many of every side as a training needs."""
-    from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, side_of
+    from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, split_of
 
     chosen, least = list[Prompt](), {TRAINED: 4, WATCHED: 4, HELD_OUT: 5}
     for side, most in least.items():
-        chosen += [prompt for prompt in read_prompts(sample_prompts()) if side_of(prompt.source) == side][:most]
+        chosen += [prompt for prompt in read_prompts(sample_prompts()) if split_of(prompt.source) == side][:most]
     assert len(chosen) == sum(least.values())
     return write_prompts(tmp_path / "few.jsonl", few_of(chosen, 1))
 

@@ -20,8 +20,8 @@ from mtp_extract.architecture.roles import SCALAR, Config, Role, shapes_of
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
-from mtp_extract.checkpoint.rounding import SCALES, narrowed
-from mtp_extract.checkpoint.weight import Rows, Weight, filled, same_weight
+from mtp_extract.checkpoint.rounding import SCALES, round_weight
+from mtp_extract.checkpoint.weight import Rows, Weight, constant_weight, same_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.graph.roles import Activation
 
@@ -87,7 +87,7 @@ class Checkpoint:
         tensors = dict(self.tensors)
         for role, shape in shapes_of(self.config).items():
             if role.kind == SCALAR:
-                tensors.setdefault(role.name, filled(shape))
+                tensors.setdefault(role.name, constant_weight(shape))
             elif role.name not in tensors:
                 raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
         return replace(self, tensors=MappingProxyType(tensors))
@@ -112,7 +112,7 @@ class Kept:
     @property
     def written(self) -> Weight:
         """What reading it back gives, to the bit."""
-        return narrowed(self.weight, self.rounded_to) if self.how == FLOATS else self.weight
+        return round_weight(self.weight, self.rounded_to) if self.how == FLOATS else self.weight
 
     def tensor(self, name: str, role: Role) -> PlannedTensor:
         """Its numbers, rounded, or indices, as a tensor called ``name``; infinities and NaN are refused."""

@@ -15,7 +15,7 @@ from msgspec import Struct, convert, to_builtins
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.documents import parse_json, refused
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows, read_safetensors
-from mtp_extract.checkpoint.rounding import narrowed
+from mtp_extract.checkpoint.rounding import round_weight
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
 from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_weight
 from mtp_extract.litertlm.storage import Integers, Packing
@@ -83,7 +83,7 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
             if widest is None or (coded := _coded(path, widest.shape, scheme, parts)) is None:
                 what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
                 raise ValueError(f"{name}: expected {what}, found others")
-            if not same_weight(narrowed(coded, widest.dtype.rounding), widest):
+            if not same_weight(round_weight(coded, widest.dtype.rounding), widest):
                 raise ValueError(f"the codes of {name} are not those of its floats")
             tensors |= dict.fromkeys(floats, coded)
         if stored:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.storage import Floats, Integers, narrowed, pack_bytes, unpack_bytes, widened
+from mtp_extract.litertlm.storage import Floats, Integers, pack_bytes, round_floats, unpack_bytes, widened
 from mtp_extract.litertlm.tflite import TensorType
 
 Codes = npt.NDArray[np.int8]
@@ -46,7 +46,7 @@ class Dtype:
             UnsupportedError: a number leaves the type's range.
         """
         try:
-            return narrowed(values, self.type)
+            return round_floats(values, self.type)
         except OverflowError as error:
             why = f"{name} holds values beyond {self.transformers}'s range. Choose f32."
             raise UnsupportedError(why, remedies=("dtype=f32",)) from error
@@ -107,7 +107,7 @@ def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
 
 
 def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
-    """What :func:`pack` packed: int8 ``[rows, columns]``."""
+    """What :func:`pack_codes` packed: int8 ``[rows, columns]``."""
     stored = unpack_bytes(packed, bits)[:, :columns]
     codes: Codes = (stored - np.uint8(1 << bits - 1)).view(np.int8)
     return codes

@@ -154,7 +154,7 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
     places = dict[str, StoredTensor]()
     alignment, make_header = 1, safetensors_header
     if path.suffix == ".gguf":
-        alignment, make_header = gguf_file.ALIGNMENT, gguf_file.header
+        alignment, make_header = gguf_file.GGUF_ALIGNMENT, gguf_file.header
     for tensor in file.tensors:
         places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.length)
         end += aligned(tensor.length, alignment)

@@ -26,7 +26,7 @@ from mtp_extract.io.files import aligned, open_regular
 ARCHITECTURE = "general.architecture"
 """The key that every file must have."""
 
-ALIGNMENT = 32
+GGUF_ALIGNMENT = 32
 """Every tensor begins at a multiple of this many bytes."""
 
 _MOST_ENTRIES = 1 << 16
@@ -63,7 +63,7 @@ def header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any]) -> b
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    return bytes(buffer.getvalue()) + bytes(-buffer.tell() % ALIGNMENT)
+    return bytes(buffer.getvalue()) + bytes(-buffer.tell() % GGUF_ALIGNMENT)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -142,8 +142,8 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         key = header.text()
         _require(key not in metadata, f"expected each key once, found {escape(key)} again")
         metadata[key] = header.value(escape(key))
-    alignment = metadata.get("general.alignment", ALIGNMENT)
-    _require(alignment == ALIGNMENT, f"expected general.alignment {ALIGNMENT}, found {escape(alignment)}")
+    alignment = metadata.get("general.alignment", GGUF_ALIGNMENT)
+    _require(alignment == GGUF_ALIGNMENT, f"expected general.alignment {GGUF_ALIGNMENT}, found {escape(alignment)}")
     # The tensors follow each other to the end of the file; where they begin is known when all are.
     places: dict[str, StoredTensor] = {}
     at = end = 0
@@ -161,8 +161,8 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         _require(offset == at, f"expected {shown_name} to begin at byte {at}, found {offset}")
         end = at + math.prod(shape) // elements * bytes_of
         places[name] = StoredTensor(dtype, shape, at, end - at)
-        at = aligned(end, ALIGNMENT)
-    begin, size = aligned(header.at, ALIGNMENT), header.size
+        at = aligned(end, GGUF_ALIGNMENT)
+    begin, size = aligned(header.at, GGUF_ALIGNMENT), header.size
     _require(begin + end <= size, f"its tensors would end at byte {begin + end} of {size}; it was cut short")
     _require(not places or begin + at >= size, f"its header describes {begin + at} bytes, it has {size}")
     return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}

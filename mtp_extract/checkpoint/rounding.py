@@ -21,7 +21,7 @@ SCALE_TYPES = MappingProxyType({f"FP16{SCALES}": np.float16, f"F32{SCALES}": np.
 """What scales are rounded to; to F32 where a folded factor was divided out of them."""
 
 
-def narrowed(weight: Weight, rounded_to: str) -> Weight:
+def round_weight(weight: Weight, rounded_to: str) -> Weight:
     """The numbers of ``weight``, without its codes, rounded to a key of
     :data:`~mtp_extract.checkpoint.dtypes.ROUNDED_TO`."""
     dtype = ROUNDED_TO[rounded_to]
@@ -99,9 +99,9 @@ def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
     for step in steps:
         if step in RULES:
             # Rules are for matrices of floats: codes that there were had been left behind by then.
-            tensor = RULES[step].rounded(narrowed(tensor, ""))
+            tensor = RULES[step].rounded(round_weight(tensor, ""))
         elif step in ROUNDED_TO:
-            tensor = narrowed(tensor, step)
+            tensor = round_weight(tensor, step)
         else:
             codes = row_codes(tensor)
             size = codes.steps.size.astype(SCALE_TYPES[step]).astype(np.float32)

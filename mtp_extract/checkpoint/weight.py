@@ -80,7 +80,7 @@ class Steps:
         # What leaves float32 is refused where the numbers are used.
         with np.errstate(over="ignore", invalid="ignore"):
             values *= self.size[rows, :, None]
-        return divided(values.reshape(codes.shape), self.factor)
+        return unfold_factor(values.reshape(codes.shape), self.factor)
 
 
 class Weight:
@@ -180,10 +180,10 @@ class Constant(Weight):
             rows = np.full((last - first, self.columns), read()[0])
         else:
             rows = read(first * self.columns, last * self.columns).reshape(last - first, self.columns)
-        return divided(rows, self.factor) if self.scheme is None else rows
+        return unfold_factor(rows, self.factor) if self.scheme is None else rows
 
 
-def filled(shape: tuple[int, ...], value: float = 1.0) -> Weight:
+def constant_weight(shape: tuple[int, ...], value: float = 1.0) -> Weight:
     """A weight of one number that nothing stores, such as a factor of 1 that the converter folded away."""
     columns = rows_of(shape)[1]
     return Weight(shape, lambda first, last: np.full((last - first, columns), value, np.float32))
@@ -239,7 +239,7 @@ def row_codes(weight: Weight) -> Weight:
         shaped = stored.reshape(len(stored), -1, steps.block).astype(np.int16) - zeros
         return shaped.reshape(stored.shape).astype(np.int8)
 
-    grid = Steps.around_zero(steps.block, divided(steps.size, steps.factor))
+    grid = Steps.around_zero(steps.block, unfold_factor(steps.size, steps.factor))
     return Weight(weight.shape, codes, Packing(bits, True), grid, origin=weight.origin)
 
 
@@ -272,7 +272,7 @@ def same_weight(made: Weight, found: Weight) -> bool:
     )
 
 
-def divided(values: Floats, factor: float) -> Floats:
+def unfold_factor(values: Floats, factor: float) -> Floats:
     """``values`` as stored, without the ``factor`` that was folded into them.
 
     Raises:

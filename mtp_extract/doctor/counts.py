@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.agreement import Measured, figure, groups
-from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student
+from mtp_extract.evaluation.agreement import Acceptance, figure, groups
+from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student_quantile
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
@@ -87,7 +87,7 @@ def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Tex
             made = teacher_forced(base, drafter, chosen, steps, full=full)
             room = ends[made.text] - made.anchor
             stands = (made.drafts == made.targets).double().cumprod(dim=1) * (torch.arange(steps) < room[:, None])
-            begins = Measured.over(made.text, made.anchor, stands).begins * (room > 0)
+            begins = Acceptance.over(made.text, made.anchor, stands).begins * (room > 0)
             counted = begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
             table.index_add_(0, torch.tensor(rows)[made.text], counted)
     tokens = np.array([float(len(text.anchors)) for text in texts])
@@ -106,10 +106,10 @@ def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
         gap = Figure(mean, texts)
         if texts >= LEAST_TEXTS:
             # One end of an interval that has 5 % on either side.
-            least = float(lead.mean() - student(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
+            least = float(lead.mean() - student_quantile(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
             # Not by delta_bounds: these are no draws, and exactly 0 where a server does what is expected of it.
             error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
-            half = student(0.95, texts - 1) * float(error / served.tokens.sum())
+            half = student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
             gap = Figure(mean, texts, [mean - half, mean + half])
         fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, gap))
     return fits

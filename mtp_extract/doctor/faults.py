@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mtp_extract.doctor.counts import Counts, expected_counts
-from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention, MtpDrafter
-from mtp_extract.drafter.protocol import BaseState, Drafter
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter, MtpDrafter
+from mtp_extract.drafter.protocol import Drafter, RoundStart
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validation.controls import CONTROLS
@@ -29,10 +29,10 @@ SOUND = "sound"
 def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Drafter:
     """The base's hidden state as it enters the last of its ``layers``."""
 
-    def change(base: BaseState) -> BaseState:
+    def change(base: RoundStart) -> RoundStart:
         return replace(base, fed=replace(base.fed, hidden=base.fed.layers[layers - 1]))
 
-    return Altered(drafter, convention, change=change, layers=(layers - 1,))
+    return FaultyDrafter(drafter, convention, change=change, layers=(layers - 1,))
 
 
 FAULTS: Mapping[str, tuple[str, str]] = {
@@ -64,13 +64,13 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
     found: dict[str, Drafter] = {}
     for control in CONTROLS:
         if control.name == POSITION:
-            found[POSITION] = Altered(drafter, TRANSFORMERS if convention == LITERT else LITERT)
+            found[POSITION] = FaultyDrafter(drafter, TRANSFORMERS if convention == LITERT else LITERT)
         elif (changed := control.drafter(drafter)) is not None:
             found[control.name] = control.broken(changed, convention)
     found["early_state"] = _early_state(drafter, convention, layers)
     halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
-    found["fp16_overflow"] = Altered(drafter.with_tensors(halves), convention)
-    found["stale_kv"] = Altered(drafter, replace(convention, unwritten=lag))
+    found["fp16_overflow"] = FaultyDrafter(drafter.with_tensors(halves), convention)
+    found["stale_kv"] = FaultyDrafter(drafter, replace(convention, unwritten=lag))
     return found
 
 
@@ -92,7 +92,7 @@ def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, l
     if not isinstance(drafter, MtpDrafter):
         return Expected({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
     conventions = (LITERT, TRANSFORMERS)
-    both = expected_counts(base, [Altered(drafter, convention) for convention in conventions], texts, steps)
+    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
     best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
         return Expected({SOUND: sound}, best)

@@ -28,7 +28,7 @@ from mtp_extract.litertlm.published import base_model_of
 from mtp_extract.pipeline.check import read_record
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.target import Base, compared
+from mtp_extract.speculate.target import Base, compare_needs
 
 _DRAFTS = 3  # a round, where nothing says how many
 _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
@@ -144,7 +144,7 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
     """
     base = Base(loaded.model)
     with torch.inference_mode():
-        checks = [_same(what.removesuffix(" of"), *both) for what, *both in compared(base, drafter.needs)]
+        checks = [_same(what.removesuffix(" of"), *both) for what, *both in compare_needs(base, drafter.needs)]
     if isinstance(drafter.config, DrafterConfig):
         checks += _attention(drafter.config, base)
     # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.

@@ -13,8 +13,8 @@ from mtp_extract.doctor.counts import BATCH, Counts
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import base_texts, groups, share_over_texts
-from mtp_extract.evaluation.intervals import repeats
+from mtp_extract.evaluation.agreement import continue_prompts, estimate_share, groups
+from mtp_extract.evaluation.intervals import find_repeats
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.serving.client import Answer, Server, question
 from mtp_extract.serving.counters import Counters
@@ -83,7 +83,7 @@ def samples(
     prompts = [_as_read(*pair, bos) for pair in zip(encoded, told, strict=True)]
     found, written = list[Sample](), list[Tokens]([()] * len(prompts))
     if not all(answer is not None and answer.token_ids is not None for answer in told):
-        written = base_texts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
+        written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
     for here, prompt, answer, own in zip(encoded, prompts, told, written, strict=True):
         tokens = own if answer is None else _tokens(generator, answer, own)
         alike = None
@@ -92,7 +92,7 @@ def samples(
         if tokens is not None:
             text = Text((*prompt, *tokens), len(prompt))
             found.append(Sample(text, answer, alike, without_bos=prompt == here[1:]))
-    again = repeats([sample.text.tokens for sample in found])
+    again = find_repeats([sample.text.tokens for sample in found])
     kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
     return [
         one for one in kept if one.answer and one.answer.counted and one.answer.counted.accepted is not None
@@ -162,6 +162,6 @@ def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextF
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
     return TextFit(
         texts=len(chosen),
-        likeliest=share_over_texts(text_of, hits),
+        likeliest=estimate_share(text_of, hits),
         prompts_alike=sum(alike) / len(alike) if alike else None,
     )

@@ -23,7 +23,7 @@ from torch.nn import functional
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
-from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs, picked
+from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart, gather_positions
 
 
 class Eagle3Layer(nn.Module):
@@ -170,10 +170,10 @@ class Eagle3Drafter(DrafterNetwork):
         return row_of_token[tokens]
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> BaseRequirements:
         """Three hidden states of the base."""
         config = self.config
-        return Needs(config.vocab_size, config.backbone_hidden_size, layers=config.base_layers)
+        return BaseRequirements(config.vocab_size, config.backbone_hidden_size, layers=config.base_layers)
 
     def fuse(self, states: Mapping[int, Tensor]) -> Tensor:
         """[…, width], of the base's states, layer → […, base width]."""
@@ -185,7 +185,7 @@ class Eagle3Drafter(DrafterNetwork):
         fused: Tensor = self.fc(torch.cat(low_to_high, dim=-1))
         return fused
 
-    def start(self, base: BaseState) -> Eagle3State:
+    def start(self, base: RoundStart) -> Eagle3State:
         """Begin a round: take in what the base was fed, and leave the last state of it to the first step.
 
         In the first round the base was fed from position 0 on.
@@ -206,7 +206,7 @@ class Eagle3Drafter(DrafterNetwork):
             first = positions[:, :1]
         newest = base.positions.to(device) - 1  # [B, Q]
         visible = torch.arange(cache[0].shape[1], device=device) < newest[..., None]  # [B, Q, S]
-        return Eagle3State(embed, picked(states, newest - first), newest, cache, visible)
+        return Eagle3State(embed, gather_positions(states, newest - first), newest, cache, visible)
 
     def _keys_values(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> KV:
         return self.layer.keys_values(self.layer.read(embedding, hidden), self._angles(positions))

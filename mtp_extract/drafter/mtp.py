@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
-from mtp_extract.drafter.protocol import KV, BaseState, Embed, Needs
+from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart
 
 _ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
 
@@ -47,7 +47,7 @@ LITERT = Convention(position_offset=-1, window_extra=0)
 """Newer LiteRT-LM: position n - 1, the last window slots. The default, as the drafter is from there."""
 
 
-class OrderedHead(nn.Module):
+class OrderedHeadNetwork(nn.Module):
     """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
 
     ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken
@@ -74,7 +74,7 @@ class OrderedHead(nn.Module):
         return rest.scatter(-1, tokens, selected)
 
 
-class View(NamedTuple):
+class AttentionInput(NamedTuple):
     """What the layers of one type look at, and from where: the same in every step of a round, so made once in it."""
 
     keys: Tensor  # F32 [batch, KV heads, slots, head_dim]
@@ -85,7 +85,7 @@ class View(NamedTuple):
     angles: Angles  # of the queries
 
 
-class Layer(nn.Module):
+class MtpLayer(nn.Module):
     """h += norm(attention(norm(h))); x = norm(h); h += norm(down(gelu(gate(x)) · up(x))); h *= scalar."""
 
     def __init__(self, config: DrafterConfig, layer: LayerConfig) -> None:
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1))
         self.layer_scalar: Tensor
 
-    def attention(self, x: Tensor, view: View) -> Tensor:
+    def attention(self, x: Tensor, view: AttentionInput) -> Tensor:
         batch, queries, _ = x.shape
         heads, width = self.layer.num_kv_heads, self.layer.head_dim
         q = turn(self.q_norm(self.q_proj(x).view(batch, queries, -1, width)), view.angles).float()
@@ -121,7 +121,7 @@ class Layer(nn.Module):
         out: Tensor = self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
         return out
 
-    def forward(self, h: Tensor, view: View) -> Tensor:
+    def forward(self, h: Tensor, view: AttentionInput) -> Tensor:
         h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), view))
         x = self.pre_ffw_norm(h)
         gated = functional.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)
@@ -136,7 +136,7 @@ class MtpState:
     embed: Embed
     hidden: Tensor
     """[batch, queries, base width]: the base's state after its final norm in the first step, then the projected one."""
-    views: tuple[View, ...]  # of each layer
+    views: tuple[AttentionInput, ...]  # of each layer
 
     def fork(self, width: int) -> MtpState:
         """Go on from each query ``width`` times, each with a projected state of its own."""
@@ -153,11 +153,11 @@ class MtpDrafter(DrafterNetwork):
         super().__init__()
         self.config = config
         self.pre_projection = nn.Linear(2 * config.backbone_hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in config.layers)
+        self.layers = nn.ModuleList(MtpLayer(config, layer) for layer in config.layers)
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_projection = nn.Linear(config.hidden_size, config.backbone_hidden_size, bias=False)
-        self.ordered_head = OrderedHead(config, config.ordered_head) if config.ordered_head else None
+        self.ordered_head = OrderedHeadNetwork(config, config.ordered_head) if config.ordered_head else None
 
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary], soft-capped, of ``h`` […, width] after the final norm."""
@@ -167,16 +167,16 @@ class MtpDrafter(DrafterNetwork):
         return logits
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> BaseRequirements:
         """Embedding, final hidden state, and the K and V of the layer types it has."""
         config = self.config
-        return Needs(
+        return BaseRequirements(
             vocab_size=config.vocab_size,
             width=config.backbone_hidden_size,
             shared_kv={kind: (layer.num_kv_heads, layer.head_dim) for kind, layer in config.kv_layers.items()},
         )
 
-    def start(self, base: BaseState, convention: Convention = LITERT) -> MtpState:
+    def start(self, base: RoundStart, convention: Convention = LITERT) -> MtpState:
         """Begin a round. K and V become F32; embedding and hidden state take the weights' dtype."""
         newest = (base.positions - 1 - convention.unwritten)[..., None]  # [B, L, 1]
         masks = {}
@@ -206,7 +206,7 @@ class MtpDrafter(DrafterNetwork):
 
     def views(
         self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None = None
-    ) -> tuple[View, ...]:
+    ) -> tuple[AttentionInput, ...]:
         """What each layer looks at, one for all that are alike.
 
         Args:
@@ -215,36 +215,38 @@ class MtpDrafter(DrafterNetwork):
             masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
         """
         device = self.pre_projection.weight.device
-        view_of: dict[LayerConfig, View] = {}
+        view_of: dict[LayerConfig, AttentionInput] = {}
         for layer in dict.fromkeys(self.config.layers):
             keys, values = (part.to(device, torch.float32).contiguous() for part in shared_kv[layer.layer_type])
             heads_a_group = self.config.num_heads // layer.num_kv_heads
             bias = None if masks is None else _bias(masks[layer.layer_type].to(device), heads_a_group)
-            view_of[layer] = View(keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope))
+            view_of[layer] = AttentionInput(
+                keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope)
+            )
         return tuple(view_of[layer] for layer in self.config.layers)
 
 
 def _bias(visible: Tensor, heads_a_group: int) -> Tensor:
-    """:attr:`View.bias` of ``visible``, bool [batch, 1 or queries, slots]."""
+    """:attr:`AttentionInput.bias` of ``visible``, bool [batch, 1 or queries, slots]."""
     bias = torch.where(visible[:, None], 0.0, torch.finfo(torch.float32).min)
     return bias.repeat(1, 1, heads_a_group, 1) if bias.shape[2] > 1 else bias
 
 
 @dataclass(frozen=True)
-class Altered:
+class FaultyDrafter:
     """An MTP drafter that is fed by another runtime's convention, or wrongly on purpose."""
 
     drafter: MtpDrafter
     convention: Convention = LITERT  # where queries stand and how far they see
-    change: Callable[[BaseState], BaseState] = lambda base: base  # of what every round starts from
+    change: Callable[[RoundStart], RoundStart] = lambda base: base  # of what every round starts from
     every_step: Callable[[MtpState], MtpState] = lambda state: state  # of what every step reads
     layers: tuple[int, ...] = ()  # of the base, whose incoming states ``change`` needs
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> BaseRequirements:
         return replace(self.drafter.needs, layers=self.layers)
 
-    def start(self, base: BaseState) -> MtpState:
+    def start(self, base: RoundStart) -> MtpState:
         return self.drafter.start(self.change(base), self.convention)
 
     def step(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:

@@ -19,13 +19,13 @@ Embed = Callable[[Tensor], Tensor]
 """Tokens [...] → [..., width], the base's embedding, times the root of its width."""
 
 
-def picked(part: Tensor, places: Tensor) -> Tensor:
+def gather_positions(part: Tensor, places: Tensor) -> Tensor:
     """[batch, queries, width] of ``part`` [batch, length, width], at ``places``, int64 [batch, queries]."""
     return part.gather(1, places.to(part.device)[..., None].expand(-1, -1, part.shape[2]))
 
 
 @dataclass(frozen=True)
-class Needs:
+class BaseRequirements:
     """What a drafter reads of its base. A base that cannot give it is not the one the drafter was made for."""
 
     vocab_size: int  # tokens, the base's own
@@ -38,7 +38,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Fed:
+class BaseOutput:
     """Tokens that the base was fed in one forward, and what it knows there.
 
     Right after the prompt these are the prompt's; then those of a round that stand. In teacher forcing they are whole
@@ -54,10 +54,10 @@ class Fed:
 
 
 @dataclass(frozen=True)
-class BaseState:
+class RoundStart:
     """What the base knows when a round starts: everything up to the token before the pending one."""
 
-    fed: Fed  # since the last round: at first the whole prompt
+    fed: BaseOutput  # since the last round: at first the whole prompt
     positions: Tensor  # int64 [batch, queries], where pending tokens stand, each right after one that was fed
     embed: Embed
     previous: Any = None  # what :meth:`Drafter.start` returned last; None in the first round
@@ -65,17 +65,17 @@ class BaseState:
     @property
     def hidden(self) -> Tensor:
         """[batch, queries, width], the state after the final norm that predicted each pending token."""
-        return picked(self.fed.hidden, self.positions - 1 - self.fed.positions[:, :1])
+        return gather_positions(self.fed.hidden, self.positions - 1 - self.fed.positions[:, :1])
 
 
 class Drafter(Protocol):
     """A small model that proposes the tokens its base will say. Only it looks into the states that it makes."""
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> BaseRequirements:
         """What it reads of its base."""
 
-    def start(self, base: BaseState) -> Any:
+    def start(self, base: RoundStart) -> Any:
         """The state that a round begins with; its ``fork(width)`` goes on from each query ``width`` times."""
 
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:

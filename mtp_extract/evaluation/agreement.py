@@ -25,13 +25,20 @@ from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, ratio_bounds, repeats, share_bounds
-from mtp_extract.evaluation.progress import Say, Show, counted, silent
+from mtp_extract.evaluation.intervals import (
+    Interval,
+    delta_bounds,
+    find_repeats,
+    over_texts,
+    ratio_bounds,
+    share_bounds,
+)
+from mtp_extract.evaluation.progress import Say, Show, report_each, silent
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, OfTexts, Text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, PerAnchor, Text, read_texts, teacher_forced
 
 Asked = tuple[Drafter, int, bool]  # how many drafts after every token; whether they follow it: see teacher_forced
 
@@ -46,7 +53,7 @@ class Continuations:
     @cached_property
     def usable(self) -> list[int]:
         """Indices of texts with a position to draft from; of those that repeat one another, the first."""
-        again = repeats([text.tokens for text in self.texts])
+        again = find_repeats([text.tokens for text in self.texts])
         return [index for index, text in enumerate(self.texts) if text.anchors and index not in again]
 
     @property
@@ -72,7 +79,7 @@ def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def base_texts(
+def continue_prompts(
     base: Base,
     prompts: Sequence[Sequence[int]],
     *,
@@ -88,7 +95,7 @@ def base_texts(
     device = base.device
     continuations: dict[int, tuple[int, ...]] = {}
     batches = groups(list(map(len, prompts)), batch)
-    for number, group in enumerate(counted(batches, show, "the base's text")):
+    for number, group in enumerate(report_each(batches, show, "the base's text")):
         rows = [torch.tensor(prompts[index], device=device) for index in group]
         tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -130,7 +137,7 @@ def write_texts(
             remedies=("prompts", "new_tokens"),
         )
     say(f"continuing {len(prompts)} prompts with the base alone")
-    written = base_texts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
+    written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
     return Continuations(tuple(prompts), tuple(texts))
 
@@ -142,7 +149,7 @@ def measure_agreements(
     usable = written.usable or range(len(written.texts))
     parts: list[list[Agreement]] = [[] for _ in asked]
     batches = groups([len(written.texts[index].tokens) for index in usable], batch)
-    for group in counted(batches, show, "drafts after every token"):
+    for group in report_each(batches, show, "drafts after every token"):
         rows = [usable[position] for position in group]
         texts = [written.texts[row] for row in rows]
         full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
@@ -177,7 +184,7 @@ def figures(part: Agreement) -> Workload:
     aimed = part.targets >= 0
 
     def share(hits: Tensor, among: Tensor) -> Figure:
-        return share_over_texts(part.text[among], hits[among])
+        return estimate_share(part.text[among], hits[among])
 
     steps = [
         Step(
@@ -188,7 +195,7 @@ def figures(part: Agreement) -> Workload:
         )
         for step in range(part.steps)
     ]
-    rounds = of_agreement(part)
+    rounds = acceptance_of(part)
     stand = rounds.stands.sum(dim=1)
     interval = over_texts(share_bounds, stand / part.steps, torch.ones_like(stand), text=rounds.text)
     forced = figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0))
@@ -196,7 +203,7 @@ def figures(part: Agreement) -> Workload:
 
 
 @dataclass(frozen=True)
-class Measured(OfTexts):
+class Acceptance(PerAnchor):
     """Over anchors that have all K targets. N anchors."""
 
     stands: Tensor  # F64 [N, K], the probability that the drafts up to a step stand; 0 or 1 in greedy serving
@@ -204,7 +211,7 @@ class Measured(OfTexts):
     advance: Tensor  # F64 [N], tokens of a round there, 1 to K + 1; of sampled serving the mean, given the text
 
     @classmethod
-    def over(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Measured:
+    def over(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Acceptance:
         """With the rounds that follow; anchors in order of text, then position.
 
         ``along``, F64 [N, K]: the probability that the drafts up to a step stand and are the text's tokens, given the
@@ -251,25 +258,25 @@ class Saving:
     interval: Interval | None  # 95 %; None with too few texts, and then nothing is certain
 
 
-def saving(before: Measured, after: Measured) -> Saving:
+def compare_rounds(before: Acceptance, after: Acceptance) -> Saving:
     """Over all texts of both."""
     ratio = before.rounds / after.rounds if after.rounds else math.nan
     return Saving(ratio, over_texts(ratio_bounds, before.begins, after.begins, text=before.text))
 
 
-def compare(before: Measured, after: Measured) -> Change:
+def compare_acceptance(before: Acceptance, after: Acceptance) -> Change:
     """At every anchor of both."""
     steps = before.stands.shape[1]
     difference = (after.stands - before.stands).sum(dim=1)
-    interval = difference_over_texts(before.text, difference / steps)
+    interval = estimate_difference(before.text, difference / steps)
     return Change(float(difference.mean()), interval and interval.scaled(steps), before.texts)
 
 
-def of_agreement(agreement: Agreement) -> Measured:
+def acceptance_of(agreement: Agreement) -> Acceptance:
     """Greedy serving: the drafts that the base's own text confirms."""
     complete = agreement.where((agreement.targets >= 0).all(dim=1))
     stands = (complete.drafts == complete.targets).double().cumprod(dim=1)
-    return Measured.over(complete.text, complete.anchor, stands)
+    return Acceptance.over(complete.text, complete.anchor, stands)
 
 
 def _begins(text: Tensor, along: Tensor) -> Tensor:
@@ -297,14 +304,14 @@ def _begins(text: Tensor, along: Tensor) -> Tensor:
     return begins[:, :longest][torch.arange(longest) < lengths[:, None]]
 
 
-def share_over_texts(text: Tensor, values: Tensor) -> Figure:
+def estimate_share(text: Tensor, values: Tensor) -> Figure:
     """The mean of ``values`` [N] in 0 to 1, or that are true."""
     values = values.double()
     interval = over_texts(share_bounds, values, torch.ones_like(values), text=text)
     return figure(float(values.mean()), len(values), interval)
 
 
-def difference_over_texts(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
+def estimate_difference(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
     """Of the mean of ``values`` [N] in -1 to 1, what one gains over another there, over texts; None with too few."""
     gained, lost = values.clamp(min=0), (-values).clamp(min=0)
     return over_texts(delta_bounds, gained, lost, torch.ones_like(values), text=text, level=level)

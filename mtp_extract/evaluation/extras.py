@@ -7,20 +7,20 @@ from logging import CRITICAL
 
 from mtp_extract.errors import MtpExtractError, escape
 
-TRANSFORMERS = ">=5.16.1,!=5.23.0"  # releases that construct an assistant, as pyproject.toml has them
+TRANSFORMERS_RELEASES = ">=5.16.1,!=5.23.0"  # releases that construct an assistant, as pyproject.toml has them
 
 
 def require(*modules: str) -> None:
     """Import ``modules``: MtpExtractError, before any work is done, where one cannot be."""
     for module in modules:
-        if why := unusable(module):
+        if why := why_unusable(module):
             raise MtpExtractError(
                 f"expected the package {module}, but {why}. Validation and tuning need more packages than "
                 "extraction: pip install '.[validate]' in the clone of mtp-extract, with its constraints.txt"
             )
 
 
-def unusable(module: str, *names: str) -> str:
+def why_unusable(module: str, *names: str) -> str:
     """Why ``names`` cannot be imported from ``module``, as a clause; empty where they can."""
     try:
         imported = import_module(module)

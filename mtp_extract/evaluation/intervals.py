@@ -26,8 +26,8 @@ _TAIL = 48  # tokens: texts that end in as many alike say the same, wherever the
 _FREE = 5  # degrees of freedom without any event
 _ROUNDING = 1e-9  # of a text's draws: what sums of fractions may leave of nothing
 
-Floats = NDArray[np.float64]
-Bounds = tuple[Floats, Floats]  # low and high ends
+FloatArray = NDArray[np.float64]
+IntervalEnds = tuple[FloatArray, FloatArray]  # low and high ends
 
 
 class Interval(NamedTuple):
@@ -46,7 +46,7 @@ def undecided(texts: int) -> str:
     return f"not decided: {several(texts, 'text')}, at least {LEAST_TEXTS} are needed"
 
 
-def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
+def find_repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
     """Which texts repeat one before them: they are the same, or their last 48 tokens are. They say nothing new."""
     tails = [tuple(text[-_TAIL:]) for text in texts]
     first = {tail: index for index, tail in reversed(list(enumerate(tails)))}
@@ -54,7 +54,7 @@ def repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
 
 
 def over_texts(
-    bounds: Callable[..., Bounds], *columns: ArrayLike, text: ArrayLike | None = None, level: float = 0.95
+    bounds: Callable[..., IntervalEnds], *columns: ArrayLike, text: ArrayLike | None = None, level: float = 0.95
 ) -> Interval | None:
     """The interval, over texts, of a share, a difference or a ratio, which holds the truth ``level`` of the time.
 
@@ -80,7 +80,9 @@ def over_texts(
     return Interval(low, high) if math.isfinite(high) else None
 
 
-def share_bounds(hits: Floats, sizes: Floats, events: Floats | None = None, *, level: float = 0.95) -> Bounds:
+def share_bounds(
+    hits: FloatArray, sizes: FloatArray, events: FloatArray | None = None, *, level: float = 0.95
+) -> IntervalEnds:
     """Of a share of draws, Σ hits / Σ sizes, by Wilson; a mean of values between 0 and K is K times a share.
 
     A share of N draws in texts of n each with the correlation ρ within them varies as one of
@@ -110,7 +112,7 @@ def share_bounds(hits: Floats, sizes: Floats, events: Floats | None = None, *, l
     # Wilson's interval of as many independent draws, with Student's quantile t in place of the normal one:
     # (p + t² / 2N ± t · √(p (1 - p) / N + t² / 4N²)) / (1 + t² / N).
     freedom = np.minimum(texts - 1, _FREE + np.floor(events))
-    quantile = np.vectorize(lambda degrees: student(level, int(degrees)), otypes=[np.float64])(freedom)
+    quantile = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])(freedom)
     shrink = 1 + quantile**2 / draws
     centre = (share + quantile**2 / (2 * draws)) / shrink
     half = quantile / shrink * np.sqrt(bernoulli / draws + quantile**2 / (4 * draws**2))
@@ -120,7 +122,7 @@ def share_bounds(hits: Floats, sizes: Floats, events: Floats | None = None, *, l
     return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
 
 
-def delta_bounds(gained: Floats, lost: Floats, sizes: Floats, *, level: float = 0.95) -> Bounds:
+def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
     """Of the difference of two shares of the same draws, Σ (gained - lost) / Σ sizes: only one of them hits these.
 
     The intervals of both, put together as by Zou and Donner (2008, *Statistics in Medicine* 27). That both go up in the
@@ -140,8 +142,8 @@ def delta_bounds(gained: Floats, lost: Floats, sizes: Floats, *, level: float = 
     together = np.minimum(0.0, (up_residuals * down_residuals).sum(-1) / np.where(scale > 0, scale, 1.0))
 
     # Half widths a and b of two intervals make one of √(a² + b² - 2 ρ a b).
-    def combine(first: Floats, second: Floats) -> Floats:
-        width: Floats = np.sqrt(first**2 + second**2 - 2 * together * first * second)
+    def combine(first: FloatArray, second: FloatArray) -> FloatArray:
+        width: FloatArray = np.sqrt(first**2 + second**2 - 2 * together * first * second)
         return width
 
     below = combine(up - up_low, down_high - down)
@@ -149,7 +151,7 @@ def delta_bounds(gained: Floats, lost: Floats, sizes: Floats, *, level: float = 
     return up - down - below, up - down + above
 
 
-def ratio_bounds(sums: Floats, sizes: Floats, *, level: float = 0.95) -> Bounds:
+def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
     """Of a ratio of positive sums that nothing bounds, such as tokens over seconds: of its logarithm, by leaving out a
     text at a time. Numerator and denominator take a degree of freedom each."""
     texts = sums.shape[-1]
@@ -157,21 +159,21 @@ def ratio_bounds(sums: Floats, sizes: Floats, *, level: float = 0.95) -> Bounds:
     size = sizes.sum(-1, keepdims=True)
     spread = np.log((total - sums) / (size - sizes)).var(-1) * (texts - 1)
     ratio = (total / size)[..., 0]
-    half = student(level, texts - 2) * np.sqrt(spread)
+    half = student_quantile(level, texts - 2) * np.sqrt(spread)
     return ratio * np.exp(-half), ratio * np.exp(half)
 
 
-def _events(hits: Floats, sizes: Floats) -> Floats:
+def _events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
     """Events of the outcome that has fewer, hits or misses."""
     counts = np.stack((hits, sizes - hits)).astype(np.float64)
     counts[counts <= _ROUNDING * sizes] = 0.0
     squares = (counts**2).sum(-1)
-    events: Floats = (counts.sum(-1) ** 2 / np.where(squares > 0, squares, 1.0)).min(0)
+    events: FloatArray = (counts.sum(-1) ** 2 / np.where(squares > 0, squares, 1.0)).min(0)
     return events
 
 
 @lru_cache(maxsize=4096)
-def student(level: float, freedom: int) -> float:
+def student_quantile(level: float, freedom: int) -> float:
     """The t for which ``level`` of Student's distribution lies within ±t, by halving a sum of powers of a cosine."""
     odd = freedom % 2
     low = 0.0

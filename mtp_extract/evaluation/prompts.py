@@ -17,9 +17,9 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.files import read_regular
 from mtp_extract.speculate.codec import text_of
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
-LARGEST = 1 << 28  # bytes of a file of prompts
+LARGEST_PROMPTS_FILE = 1 << 28  # bytes of a file of prompts
 _DEEPEST = 64
 FEW = 20  # of every shipped workload, where all of them would take long
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
@@ -64,10 +64,10 @@ def hash_of_prompts(path: Path | None) -> str:
 
     Raises OSError, ValueError: it cannot be read, or is too large.
     """
-    return sha256(read_regular(path or _SHIPPED, LARGEST)).hexdigest()
+    return sha256(read_regular(path or _SHIPPED, LARGEST_PROMPTS_FILE)).hexdigest()
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
+def spread(items: Sequence[Item], count: int) -> list[Item]:
     """``count`` of ``items``, evenly spaced, or all of them where there are no more."""
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
 
@@ -154,7 +154,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
     try:
         if suffix not in (".txt", ".jsonl"):
             raise ValueError(f"a name that ends in {suffix}" if suffix else "a name without an ending")
-        stored = read_regular(path, LARGEST).removeprefix(b"\xef\xbb\xbf")
+        stored = read_regular(path, LARGEST_PROMPTS_FILE).removeprefix(b"\xef\xbb\xbf")
         if suffix == ".txt":
             lines = re.split(r"\r\n|\r|\n", stored.decode())
             prompts = [Prompt(path.stem, text) for text in lines if text.strip()]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Listed:
+class FormatInfo:
     """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
 
     instance: str  # its module, and its name there
@@ -36,13 +36,13 @@ _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
 _POSITIVE = ("q8_0", "int8", "int4")
 
 FORMATS = {
-    "transformers": Listed("directory.FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"),
-    "litert": Listed("litert.FORMAT", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": Listed("integers.MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
-    "compressed-tensors": Listed(
+    "transformers": FormatInfo("directory.FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"),
+    "litert": FormatInfo("litert.FORMAT", ("f32",), "one F32 tensor per stored constant"),
+    "mlx": FormatInfo("integers.MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
+    "compressed-tensors": FormatInfo(
         "integers.COMPRESSED_TENSORS", _CODES, "integers for vLLM and transformers", "transformers", _POSITIVE
     ),
-    "compressed-tensors-sglang": Listed(
+    "compressed-tensors-sglang": FormatInfo(
         "integers.SGLANG",
         _CODES,
         "the same with a head of floats, for SGLang",
@@ -50,14 +50,14 @@ FORMATS = {
         _POSITIVE,
         read_as="compressed-tensors",
     ),
-    "gguf": Listed(
+    "gguf": FormatInfo(
         "gguf.FORMAT",
         ("codes", "f32", "bf16", "f16"),
         "one file for llama.cpp, with the stored integers",
         "gguf",
         ("q8_0", "q4_0"),
     ),
-    "gemma": Listed(
+    "gemma": FormatInfo(
         "integers.GEMMA",
         _CODES,
         "integers for transformers, with static scales of activations",
@@ -69,8 +69,8 @@ FORMATS = {
 """Every format of an MTP drafter by name."""
 
 HEADS = {
-    "eagle3": Listed("eagle3.EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
-    "speculators": Listed(
+    "eagle3": FormatInfo("eagle3.EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
+    "speculators": FormatInfo(
         "eagle3.SPECULATORS",
         _FLOATS,
         "an EAGLE-3 head for vLLM, which serves it by itself",
@@ -80,7 +80,7 @@ HEADS = {
 }
 """Every layout of an EAGLE-3 head by name."""
 
-EVERY: Mapping[str, Listed] = ChainMap(FORMATS, HEADS)
+EVERY: Mapping[str, FormatInfo] = ChainMap(FORMATS, HEADS)
 """Both."""
 
 

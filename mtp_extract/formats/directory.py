@@ -172,7 +172,7 @@ class DirectoryFormat:
             )
         return document
 
-    def _parts(self, how: Packed) -> reading.Expected:
+    def _parts(self, how: Packed) -> reading.ExpectedTensors:
         """The tensors that hold a matrix, by what their names add to the module's: its codes, its scales, the rest."""
         (suffix, dtype), (rows, columns) = self.codes, how.shape
         if how.bits == 8 and dtype == "U8":
@@ -261,7 +261,7 @@ class DirectoryFormat:
             del in_full["quantization_config"]
         return in_full
 
-    def _expected(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> reading.Expected:
+    def _expected(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> reading.ExpectedTensors:
         """Every tensor of a drafter, some of whose roles are ``packed``."""
         shapes = shapes_of(config)
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_f
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, filled
+from mtp_extract.checkpoint.weight import Weight, constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
 from mtp_extract.formats.reading import Activation, Number, Size
@@ -74,7 +74,9 @@ class LitertFormat:
         reading.check_tensors(directory / self.weights_file, expected, stored)
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
         tensors = {
-            role.name: Stored(*stored[names[role.name]], names[role.name]) if role.name in names else filled(shape)
+            role.name: Stored(*stored[names[role.name]], names[role.name])
+            if role.name in names
+            else constant_weight(shape)
             for role, shape in shapes.items()
         }
         return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32", unread=unread)

@@ -23,7 +23,7 @@ FLOATS = tuple(FLOAT_NAMES)
 Tensors = Mapping[str, tuple[Path, StoredTensor]]
 """Tensor → the file that holds it, and where in it."""
 
-Expected = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+ExpectedTensors = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """Tensor → the shape that it is to have, and the types that it may have."""
 
 Fields = TypeVar("Fields", bound=Struct)
@@ -167,7 +167,9 @@ def unread_index(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...
     return (f"{escape(index.name)} names {misplaced}",) if misplaced else ()
 
 
-def check_tensors(path: Path, expected: Expected, found: Tensors, more: Expected = MappingProxyType({})) -> None:
+def check_tensors(
+    path: Path, expected: ExpectedTensors, found: Tensors, more: ExpectedTensors = MappingProxyType({})
+) -> None:
     """Hold the tensors of the file at ``path``, or of its parts, against what its config asks for.
 
     Args:

@@ -14,8 +14,8 @@ from mtp_extract.graph.call import (
     REDUCTIONS,
     SELECTIONS,
     Call,
+    activation_scale,
     axis_of,
-    grid_of,
     holds_codes,
     ints,
     keeps_numbers,
@@ -29,14 +29,14 @@ from mtp_extract.graph.forms import (
     Cache,
     CacheAxes,
     Form,
+    MaskTree,
     Rotated,
     Scored,
     Scores,
-    Tree,
-    Window,
+    SlotWindow,
     broadcast_shape,
+    form_shape,
     heads_and_width,
-    shape_of,
 )
 from mtp_extract.graph.guards import output_guard
 from mtp_extract.graph.positions import Positions
@@ -102,8 +102,8 @@ class AttentionReader:
         if node.kind == "DYNAMIC_UPDATE_SLICE":
             return self.placed(node, operands[1])
         forms = [operands[i] for i in places if i < len(operands)]
-        grids = {grid_of(node.operand(i).tensor) for i in places if i < len(operands)}
-        if grids != {grid_of(node.outputs[0].tensor)}:
+        grids = {activation_scale(node.operand(i).tensor) for i in places if i < len(operands)}
+        if grids != {activation_scale(node.outputs[0].tensor)}:
             raise UnreadableError("hands codes on with another scale")
         first = forms[0]
         if isinstance(first, Cache | Scored) and node.kind == "SLICE":
@@ -163,7 +163,7 @@ class AttentionReader:
         source, target = node.operand(0).tensor, node.outputs[0].tensor
         if form is not None and keeps_numbers(node):
             return form
-        grid = grid_of(source)
+        grid = activation_scale(source)
         if isinstance(form, Cache) and node.kind == "CAST" and target.type in FLOAT_TYPES and grid and not grid[1]:
             return replace(form, factor=form.factor / grid[0])
         raise UnreadableError(f"turns {source.type_name} inside of an attention into {target.type_name}")
@@ -179,7 +179,7 @@ class AttentionReader:
         tensors = [node.operand(0).tensor, node.operand(1).tensor, node.outputs[0].tensor]
         if tensors[0].type != tensors[2].type:
             raise UnreadableError(f"multiplies {tensors[0].type_name} and makes {tensors[2].type_name} of it")
-        if any(tensor.type not in FLOAT_TYPES and grid_of(tensor) is None for tensor in tensors):
+        if any(tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None for tensor in tensors):
             raise UnreadableError(f"multiplies {right.name} as integers that have no scale")
         if isinstance(first, Scored):
             return self.mixed(first, right, *flips)
@@ -191,7 +191,7 @@ class AttentionReader:
         """A cache times a number: of codes, the scale."""
         at = next((i for i, form in enumerate(operands) if form is not cache), 0)
         number, floats = self.expressions.number_of(operands[at]), node.outputs[0].tensor.type in FLOAT_TYPES
-        if len(operands) != 2 or not number or not floats or shape_of(cache) != broadcast_shape(node, operands):
+        if len(operands) != 2 or not number or not floats or form_shape(cache) != broadcast_shape(node, operands):
             raise UnreadableError("computes something of a cache")
         if node.kind == "MUL" or (node.kind == "DIV" and at == 1):
             return replace(cache, factor=cache.factor * number if node.kind == "MUL" else cache.factor / number)
@@ -293,7 +293,7 @@ class AttentionReader:
             raise UnreadableError("weighs other slots of V than it scored")
         if places.tolist() != [*range(self.positions.slots if start is None else places.size)]:
             raise UnreadableError("weighs some slots alone")
-        window = None if start is None else Window(start, places.size)
+        window = None if start is None else SlotWindow(start, places.size)
         rows = scored.view.places([*range(rank - 2), other], "row")
         rows = np.broadcast_to(rows, (*np.broadcast_shapes(heads.shape, rows.shape[:-1]), rows.shape[-1]))
         if not np.array_equal(scored.scores.head[rows], np.broadcast_to(heads[..., None], rows.shape)):
@@ -408,7 +408,7 @@ class AttentionReader:
         belongs = start == self.positions.window(begins[:, at]) and np.array_equal(places, np.arange(places.size))
         if numbers.size != 1 or start is None or not (belongs and fits) or shape[at] != self.positions.slots:
             raise UnreadableError("puts scores where they do not belong")
-        tree = ("window", scored.scores.tree, Window(start, places.size), float(numbers[0]))
+        tree = ("window", scored.scores.tree, SlotWindow(start, places.size), float(numbers[0]))
         by_slot = np.outer([slot_label == label for slot_label in view.labels], np.arange(shape[at]))
         full_view = replace(view.with_axis(at, by_slot), starts={})
         return Scored("score", replace(scored.scores, tree=tree), full_view)
@@ -464,7 +464,7 @@ class AttentionReader:
         return "leaf", value, axis
 
 
-def _tree(node: Node, parts: list[Any]) -> Tree:
+def _tree(node: Node, parts: list[Any]) -> MaskTree:
     """The mask tree of an operator on ``parts``, which are trees, leaves and numbers."""
     mine = [isinstance(part, tuple) and part[0] != "leaf" for part in parts]
     if node.kind in SELECTIONS and not mine[0]:

@@ -34,16 +34,16 @@ from mtp_extract.errors import RoleError, UnsupportedError, escape, few
 from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, handed_on
+from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
 from mtp_extract.graph.reading import Reading
-from mtp_extract.graph.roles import FoundRole, SetAside, activation_of, in_order, set_aside
+from mtp_extract.graph.roles import FoundRole, OtherConstant, activation_of, in_order, set_aside
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
 EMBEDDINGS = "embeddings"
 PER_LAYER = "per_layer_embeddings"
-LOGITS = "logits"
-ACTIVATIONS = "activations"
+BASE_LOGITS = "logits"
+BASE_ACTIVATIONS = "activations"
 _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 
 _RELATIVE = 4e-3
@@ -67,7 +67,7 @@ class BaseWalk:
     """What the graph of one signature says of the base's weights."""
 
     roles: tuple[FoundRole, ...]
-    aside: tuple[SetAside, ...]
+    aside: tuple[OtherConstant, ...]
     layers: int
     width: int  # of the residual stream
     soft_cap: float | None  # of the logits; None without one, or without logits
@@ -81,9 +81,9 @@ def read_first(model: TfliteModel) -> Signature:
     Raises:
         RoleError: none computes logits of embeddings.
     """
-    candidates = [s for s in model.signatures if LOGITS in s.outputs and EMBEDDINGS in s.inputs]
+    candidates = [s for s in model.signatures if BASE_LOGITS in s.outputs and EMBEDDINGS in s.inputs]
     if not candidates:
-        raise RoleError(f"No signature computes {LOGITS!r} of {EMBEDDINGS!r}: this is no decoder of a base.")
+        raise RoleError(f"No signature computes {BASE_LOGITS!r} of {EMBEDDINGS!r}: this is no decoder of a base.")
     return min(candidates, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
 
 
@@ -102,7 +102,7 @@ class _Base(Blocks):
     folded = _RELATIVE
 
     def __init__(self, graph: FlatGraph) -> None:
-        outputs = [name for name in (LOGITS, ACTIVATIONS) if name in graph.outputs]
+        outputs = [name for name in (BASE_LOGITS, BASE_ACTIVATIONS) if name in graph.outputs]
         super().__init__(Reading(graph, whole=False).read_all((*outputs, *_caches(graph))))
         self.first_readers: dict[str, int] = {}
         self.normed: dict[Expr, int] = {}
@@ -117,10 +117,10 @@ class _Base(Blocks):
 
     def walk(self) -> BaseWalk:
         graph = self.graph
-        soft_cap, head = self.lm_head(*self.output(LOGITS))
+        soft_cap, head = self.lm_head(*self.output(BASE_LOGITS))
         stream, factor = self.norm("final_norm", head)
-        if ACTIVATIONS in graph.outputs and self.output(ACTIVATIONS)[0] is not head:
-            raise RoleError(f"The output {ACTIVATIONS!r} is not what lm_head reads.")
+        if BASE_ACTIVATIONS in graph.outputs and self.output(BASE_ACTIVATIONS)[0] is not head:
+            raise RoleError(f"The output {BASE_ACTIVATIONS!r} is not what lm_head reads.")
         sources: list[Expr] = []
         count = self.count_layers(stream, sums=3 if PER_LAYER in graph.inputs else 2)
         for index in reversed(range(count)):
@@ -271,7 +271,7 @@ def _caches(graph: FlatGraph) -> list[str]:
 
 def _writers(graph: FlatGraph) -> dict[str, Node]:
     """By name of a cache, the operator that writes it."""
-    writers = {name: handed_on(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
+    writers = {name: source_through(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
     return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
@@ -392,7 +392,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
                 f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
                 f"less what the decoder multiplies by), or 1, found {factor:g}."
             )
-        table = handed_on(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
+        table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
         if not table.constant or len(table.tensor.shape) != 2:
             raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
         quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])

@@ -28,7 +28,7 @@ LARGEST_COMPUTED = (
 _MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
-DTYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
+NUMPY_TYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
     {**dict.fromkeys(FLOAT_TYPES, np.float32), **{TensorType[np.dtype(kind).name.upper()]: kind for kind in _EXACT}}
 )
 """NumPy types of tensors without a scale; half precision is computed in float32."""
@@ -55,7 +55,7 @@ def holds_codes(tensor: Tensor) -> bool:
     return tensor.type in _GRIDS and tensor.quantization is not None and tensor.quantization.scales.count > 0
 
 
-def grid_of(tensor: Tensor) -> tuple[float, int] | None:
+def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
     """Scale and zero point of a tensor of codes; None where its numbers are what they are.
 
     Raises:

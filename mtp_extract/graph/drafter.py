@@ -23,7 +23,7 @@ import numpy as np
 
 from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
-from mtp_extract.graph.call import computing, grid_of
+from mtp_extract.graph.call import activation_scale, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
@@ -31,7 +31,7 @@ from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
 from mtp_extract.graph.reading import Reading
-from mtp_extract.graph.roles import FoundRole, SetAside, in_order, set_aside
+from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, set_aside
 from mtp_extract.graph.rotation import Rotation, rotation_of
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
@@ -65,7 +65,7 @@ class Walk:
 
     roles: tuple[FoundRole, ...]
     layers: tuple[Layer, ...]
-    aside: tuple[SetAside, ...]
+    aside: tuple[OtherConstant, ...]
     soft_cap: float | None
     rms_norm_eps: float
     hidden_activation: str
@@ -106,7 +106,7 @@ class DrafterWalk(Blocks):
                 listed = ", ".join(map(escape, names)) or "none"
                 raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {listed}): this is not a drafter.")
             tensor = names[name].tensor
-            if tensor.type not in FLOAT_TYPES and grid_of(tensor) is None:
+            if tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None:
                 raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
 
     @computing("The graph")

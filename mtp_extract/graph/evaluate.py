@@ -20,9 +20,9 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.call import (
-    DTYPES,
     LARGEST,
     LARGEST_COMPUTED,
+    NUMPY_TYPES,
     Array,
     Call,
     Kernel,
@@ -172,7 +172,7 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 def _cast(call: Call, x: Array) -> Array:
     """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
     target = call.node.outputs[0].tensor.type
-    kind = np.dtype(DTYPES.get(target))
+    kind = np.dtype(NUMPY_TYPES.get(target))
     if target in FLOAT_TYPES - {TensorType.FLOAT32}:
         return _rounded_to_half(x.astype(np.float32), target)
     if kind.kind in "bf" or x.dtype.kind == "b":
@@ -250,7 +250,7 @@ def evaluate(
 
     Args:
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
-            :data:`~mtp_extract.graph.call.DTYPES`.
+            :data:`~mtp_extract.graph.call.NUMPY_TYPES`.
         known: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
 
     Returns:
@@ -323,7 +323,7 @@ def _run(
             if len(results) != len(node.outputs):
                 raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results)}.")
             for value, array in zip(node.outputs, results, strict=True):
-                if array.dtype != DTYPES.get(value.tensor.type, np.void):
+                if array.dtype != NUMPY_TYPES.get(value.tensor.type, np.void):
                     raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
                 if array.shape[:-1] != tuple(value.tensor.shape):
                     raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
@@ -394,7 +394,7 @@ def _looked_up(call: Call, table: Array, chosen: Array) -> Array:
 
 def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
     """A constant, ``[*shape]``: floats widened, codes with scales as the real numbers that they stand for."""
-    kind, quantization = DTYPES.get(tensor.type), tensor.quantization
+    kind, quantization = NUMPY_TYPES.get(tensor.type), tensor.quantization
     if tensor.elements == 0:
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.elements > LARGEST or tensor.sparse:

@@ -264,7 +264,7 @@ class _Builder:
         if _EPSILON in attributes:
             self.epsilons[op.label] = attributes[_EPSILON]
         if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None and _SCALE in attributes:
-            self.cache_scales.append((op, attributes[_SCALE], handed_on(inputs[1], _KEEP_NUMBERS).tensor))
+            self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
@@ -457,7 +457,7 @@ def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Val
                 queue.append(source)
 
 
-def handed_on(value: Value, kinds: Collection[str]) -> Value:
+def source_through(value: Value, kinds: Collection[str]) -> Value:
     """What operators of ``kinds`` handed on as ``value``: the first operand of the first of them."""
     while value.producer is not None and value.producer.kind in kinds:
         value = value.producer.operand(0)

@@ -27,8 +27,8 @@ from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Node, Value
 from mtp_extract.graph.views import View
 
-Tree = tuple[Any, ...]
-SCORE: Tree = ("score",)
+MaskTree = tuple[Any, ...]
+SCORE: MaskTree = ("score",)
 
 _MOST_TERMS = 64
 
@@ -41,7 +41,7 @@ def heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
     return 1 if axes[0] is None else shape[axes[0]], shape[axes[2]]
 
 
-class Window(NamedTuple):
+class SlotWindow(NamedTuple):
     """Some slots from where the position says: the number of its table of first slots, and how many."""
 
     table: int
@@ -131,7 +131,7 @@ class Scores:
     axes: CacheAxes
     head: Ids
     rotated: Rotated
-    tree: Tree
+    tree: MaskTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class OutputGuard(NamedTuple):
 
     condition: Value
     reduced: Value
-    mask: Tree
+    mask: MaskTree
     keeps: bool
 
 
@@ -190,7 +190,7 @@ class Attention:
     scores: Scores
     value: str
     axes: CacheAxes
-    window: Window | None
+    window: SlotWindow | None
     guard: OutputGuard | None = None
 
     @property
@@ -200,9 +200,9 @@ class Attention:
         return list({id(value): value for value in (*leaves_of(self.scores.tree), *guards)}.values())
 
     @property
-    def all_windows(self) -> list[Window]:
+    def all_windows(self) -> list[SlotWindow]:
         """Those of its scores and of its weights."""
-        return sorted({part for part in (*parts_of(self.scores.tree), self.window) if isinstance(part, Window)})
+        return sorted({part for part in (*parts_of(self.scores.tree), self.window) if isinstance(part, SlotWindow)})
 
 
 Inside = Cache | Rotated | Scored
@@ -210,7 +210,7 @@ Form = Inside | Term
 """Of a value that an activation or a cache decides."""
 
 
-def shape_of(form: Form) -> tuple[int, ...]:
+def form_shape(form: Form) -> tuple[int, ...]:
     if isinstance(form, Cache | Scored):
         return form.view.shape
     return form.terms.shape if isinstance(form, Rotated) else form.ids.shape
@@ -220,19 +220,19 @@ def broadcast_shape(node: Node, operands: Sequence[Form | None]) -> tuple[int, .
     """The shape that ``operands`` of ``node`` have together."""
     pairs = zip(operands, node.inputs, strict=True)
     return np.broadcast_shapes(
-        *(shape_of(f) if f is not None else tuple(v.tensor.shape) for f, v in pairs if v is not None)
+        *(form_shape(f) if f is not None else tuple(v.tensor.shape) for f, v in pairs if v is not None)
     )
 
 
-def parts_of(tree: Tree) -> Iterator[Value | Window]:
+def parts_of(tree: MaskTree) -> Iterator[Value | SlotWindow]:
     """The values that positions and masks decide, in a tree, and its windows."""
     for part in tree[1:]:
-        if isinstance(part, Value | Window):
+        if isinstance(part, Value | SlotWindow):
             yield part
         elif isinstance(part, tuple):
             yield from parts_of(part)
 
 
-def leaves_of(tree: Tree) -> list[Value]:
+def leaves_of(tree: MaskTree) -> list[Value]:
     """The values that positions and masks decide, each once."""
     return list({id(part): part for part in parts_of(tree) if isinstance(part, Value)}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_extract.graph.call import DTYPES, Call, axis_of, has_few_bits, ints
+from mtp_extract.graph.call import NUMPY_TYPES, Call, axis_of, has_few_bits, ints
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.forms import OutputGuard
@@ -39,7 +39,7 @@ def output_guard(graph: FlatGraph, slots: int, condition: Value, *, keeps: bool)
     ]
     if tuple(sizes) != tuple(reduced.tensor.shape):
         raise UnreadableError(f"chooses by {reduced.label}, which has another shape: the file is damaged")
-    if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in DTYPES or has_few_bits(mask.tensor):
+    if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in NUMPY_TYPES or has_few_bits(mask.tensor):
         raise UnreadableError(f"chooses by a mask of {mask.tensor.type_name}")
     return OutputGuard(condition, reduced, ("leaf", mask, rank - 1), keeps)
 

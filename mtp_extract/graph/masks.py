@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import DTYPES, refused
+from mtp_extract.graph.call import NUMPY_TYPES, refused
 from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
-from mtp_extract.graph.forms import Attention, OutputGuard, Tree, Window
-from mtp_extract.graph.positions import Positions, filled
+from mtp_extract.graph.forms import Attention, MaskTree, OutputGuard, SlotWindow
+from mtp_extract.graph.positions import Positions, fill_input
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
@@ -62,7 +62,7 @@ class Cases:
     positions: Ids
     shown: Mapping[str, Bools]
     numbers: Mapping[int, npt.NDArray[np.generic]]
-    within: Mapping[Window, Bools]
+    within: Mapping[SlotWindow, Bools]
 
 
 class Masks:
@@ -72,7 +72,7 @@ class Masks:
         self.graph = graph
         self.positions = positions
         self.slots = positions.slots
-        self._lines: dict[int, Line | None] = {}
+        self._lines: dict[int, ShiftedRow | None] = {}
 
     def window(self, attention: Attention) -> int | None:
         """How many slots the last query sees where mask inputs hide none; None for all."""
@@ -86,7 +86,7 @@ class Masks:
         return count if 0 < count < self.slots and visible[0, -count:].all() else None
 
     def each_case(
-        self, attention: Attention, positions: Ids, either: Sequence[str | Window], numbers_at_once: int
+        self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow], numbers_at_once: int
     ) -> Iterator[Cases]:
         """Every position with every content of what is in ``either``: mask inputs, which else show all, and windows: a
         slot is in one or not, whatever the position says. Some at once, and of the longest caches one.
@@ -98,7 +98,7 @@ class Masks:
             columns = chosen[first : first + step].T[..., None]
             yield self.cases(attention, at[first : first + step], dict(zip(either, columns, strict=True)))
 
-    def cases(self, attention: Attention, at: Ids, free: Mapping[str | Window, Bools]) -> Cases:
+    def cases(self, attention: Attention, at: Ids, free: Mapping[str | SlotWindow, Bools]) -> Cases:
         """Positions ``at``, ``[samples]``, with what ``free`` says of mask inputs and windows there, ``[samples, 1]``;
         a mask input that it does not name shows all."""
         leaves = attention.mask_values
@@ -108,7 +108,7 @@ class Masks:
         for name in needed & set(shown_by):
             value, rows = self.graph.inputs[name], np.broadcast_to(shown_by[name], (at.size, self.slots))
             hidden = HIDDEN_BY_FLOATS.get(value.tensor.type) if value.tensor.type is not None else None
-            fed[name] = filled(value, rows if hidden is None else np.where(rows, 0, hidden))
+            fed[name] = fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
         for value in leaves:
             self._check_slot_by_slot(value)
         arrays = evaluate(self.graph, fed, leaves) if leaves else []
@@ -119,7 +119,7 @@ class Masks:
             within[window] = np.broadcast_to(inside, (at.size, self.slots))
         return Cases(at, shown_by, {id(value): array for value, array in zip(leaves, arrays, strict=True)}, within)
 
-    def effect(self, tree: Tree | float, cases: Cases) -> Effect:
+    def effect(self, tree: MaskTree | float, cases: Cases) -> Effect:
         """What ``tree`` does in ``cases``; a leaf stands in the place of a score."""
         shape, kind = (cases.positions.size, self.slots), tree[0] if isinstance(tree, tuple) else "leaf"
         if kind == "score":
@@ -146,7 +146,7 @@ class Masks:
         scored, lost = np.where(chosen, yes.scored, no.scored), np.where(chosen, yes.lost, no.lost)
         return Effect(scored, np.where(chosen, yes.offset, no.offset), lost)
 
-    def numbers(self, leaf: Tree | float, cases: Cases) -> Doubles:
+    def numbers(self, leaf: MaskTree | float, cases: Cases) -> Doubles:
         """A leaf slot by slot, ``[samples, slots]``."""
         shape = (cases.positions.size, self.slots)
         if not isinstance(leaf, tuple):
@@ -162,7 +162,7 @@ class Masks:
     def guard_keeps(self, guard: OutputGuard, largest: float) -> Bools:
         """Whether ``guard`` keeps what heads mixed where the largest number of its mask is ``largest``, by element."""
         reduced = guard.reduced.tensor
-        largest_shown = np.full((1, *reduced.shape), largest, DTYPES[reduced.type])
+        largest_shown = np.full((1, *reduced.shape), largest, NUMPY_TYPES[reduced.type])
         (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): largest_shown})
         return np.asarray(condition == guard.keeps)
 
@@ -199,13 +199,13 @@ class Masks:
         """Whether all rows of the masks ``values`` are the same, up to a shift."""
         return all(self._line(value) in (SHIFTED, UNIFORM) for value in values)
 
-    def _line(self, value: Value) -> Line | None:
+    def _line(self, value: Value) -> ShiftedRow | None:
         """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""
         if id(value) not in self._lines:
             self._lines[id(value)] = self._found_line(value)
         return self._lines[id(value)]
 
-    def _found_line(self, value: Value) -> Line | None:
+    def _found_line(self, value: Value) -> ShiftedRow | None:
         if value.constant:
             return self._constant_line(value)
         if not self._is_by_slot(value):
@@ -217,7 +217,7 @@ class Masks:
     def _is_by_slot(self, value: Value) -> bool:
         return value.tensor.shape[-1:] == (self.slots,)
 
-    def _computed_line(self, node: Node) -> Line | None:
+    def _computed_line(self, node: Node) -> ShiftedRow | None:
         kind = node.kind
         if kind in LAYOUT:
             copied = kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
@@ -235,14 +235,14 @@ class Masks:
         line = (
             lines_known[0]
             if kind == "CAST"
-            else Line(*(a + sign * b for a, b in zip(lines_known[0], lines_known[-1], strict=True)))
+            else ShiftedRow(*(a + sign * b for a, b in zip(lines_known[0], lines_known[-1], strict=True)))
         )
         if kind in _COMPARISONS:
             return SHIFTED if line.shifts else None
         # Sums of floats are rounded; integers that wrap are refused.
         return line if kind in ("ADD", "SUB", "CAST") and node.outputs[0].tensor.type in _WHOLE else None
 
-    def _constant_line(self, value: Value) -> Line | None:
+    def _constant_line(self, value: Value) -> ShiftedRow | None:
         """A constant that counts slots, or that has none."""
         tensor = value.tensor
         if self.slots not in tensor.shape:
@@ -252,17 +252,17 @@ class Masks:
         is_float = tensor.type in FLOAT_TYPES
         numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
         step = _step(np.diff(numbers.reshape(-1, self.slots), axis=1))
-        return None if step is None else Line(0, step)
+        return None if step is None else ShiftedRow(0, step)
 
-    def _position_line(self, value: Value) -> Line | None:
+    def _position_line(self, value: Value) -> ShiftedRow | None:
         """A few numbers that count positions."""
         if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
             return None
         step = _step(np.diff(self.positions.table(value), axis=0))
-        return None if step is None else Line(step, 0)
+        return None if step is None else ShiftedRow(step, 0)
 
 
-class Line(NamedTuple):
+class ShiftedRow(NamedTuple):
     """``position · p + slot · s`` + a number that is the same at all positions and slots."""
 
     position: float
@@ -274,10 +274,10 @@ class Line(NamedTuple):
         return self == SHIFTED or self.position + self.slot == 0
 
 
-UNIFORM = Line(0, 0)
+UNIFORM = ShiftedRow(0, 0)
 """A number that is the same at all positions and slots."""
 
-SHIFTED = Line(-math.inf, math.inf)
+SHIFTED = ShiftedRow(-math.inf, math.inf)
 """Any function of *slot less position* and of a mask input at the slot."""
 
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})

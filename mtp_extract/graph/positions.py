@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import DTYPES, Array, Call, has_few_bits
+from mtp_extract.graph.call import NUMPY_TYPES, Array, Call, has_few_bits
 from mtp_extract.graph.evaluate import evaluate, inputs_of
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
@@ -113,7 +113,7 @@ class Positions:
             value = self.graph.inputs[name]
             numbers = np.zeros((positions.size, 1 if name == INPUT_POS else max(value.tensor.elements, 3)), np.int64)
             numbers[:, :3] = positions[:, None] + np.array([0, 1, 1])[: numbers.shape[1]]
-            fed[name] = filled(value, numbers)
+            fed[name] = fill_input(value, numbers)
         return fed
 
     def at(self, positions: Ids, values: Sequence[Value]) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
@@ -130,13 +130,13 @@ def is_mask(name: str) -> bool:
     return name in (MASK, MASK_LOCAL)
 
 
-def filled(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
+def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
     """The input ``value`` of ``numbers`` ``[samples, elements]``: ``[samples, *shape]``, in its type.
 
     Raises:
         UnsupportedError: it has another size, or a type that holds no numbers.
     """
-    kind = DTYPES.get(value.tensor.type)
+    kind = NUMPY_TYPES.get(value.tensor.type)
     halves = value.tensor.type is TensorType.FLOAT16 and is_mask(value.input_name or "")
     if kind is None or (has_few_bits(value.tensor) and not halves) or value.tensor.elements != numbers.shape[1]:
         raise UnsupportedError(

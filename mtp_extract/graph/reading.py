@@ -21,10 +21,10 @@ from mtp_extract.graph.call import (
     REDUCTIONS,
     SELECTIONS,
     Call,
+    activation_scale,
     axis_of,
     code_range,
     computing,
-    grid_of,
     has_few_bits,
     holds_codes,
     ints,
@@ -33,8 +33,8 @@ from mtp_extract.graph.call import (
 )
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import Expr, Expressions, Term, UnreadableError
-from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, handed_on
-from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, shape_of
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, source_through
+from mtp_extract.graph.forms import Cache, Form, Rotated, Scored, form_shape
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES, QuantizedTensor
@@ -178,7 +178,7 @@ class Reading:
         tensors = [value.tensor for value in (*operands, *node.outputs) if value is not chosen_by]
         if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
             return
-        if node.kind in SELECTIONS and len(set(map(grid_of, tensors))) == 1:
+        if node.kind in SELECTIONS and len(set(map(activation_scale, tensors))) == 1:
             return
         if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
             raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
@@ -229,9 +229,9 @@ class Reading:
             self.forms[id(value)] = form
             return
         node, tensor = value.producer, value.tensor
-        if node is not None and shape_of(form) != tuple(tensor.shape):
-            raise RoleError(f"{value.label} is computed as {list(shape_of(form))}: the file is damaged.")
-        grid = grid_of(tensor)
+        if node is not None and form_shape(form) != tuple(tensor.shape):
+            raise RoleError(f"{value.label} is computed as {list(form_shape(form))}: the file is damaged.")
+        grid = activation_scale(tensor)
         if isinstance(form, Term | Rotated) and self.whole and tensor.type not in FLOAT_TYPES and grid is None:
             raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
         if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= _factor_of(form) <= _LARGEST_IN_HALF:
@@ -282,7 +282,7 @@ class Reading:
             return None
         if tensor.elements == 1:
             number = float(evaluate(self.graph, {}, [value])[0].reshape(-1)[0])
-            stored = handed_on(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
+            stored = source_through(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
             return replace(self.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
         if value.producer is None:
             ids = np.arange(tensor.elements).reshape(tensor.shape)
@@ -321,7 +321,11 @@ class Reading:
                 return self.inside.read(node, operands)
             raise UnreadableError("joins what a drafter does not")
         places = self.data_operands(node)
-        if any(grid_of(node.operand(i).tensor) != grid_of(node.outputs[0].tensor) for i in places if node.input(i)):
+        if any(
+            activation_scale(node.operand(i).tensor) != activation_scale(node.outputs[0].tensor)
+            for i in places
+            if node.input(i)
+        ):
             raise UnreadableError("hands codes on with another scale")
         return tuple(replace(terms[0], ids=ids) for ids in moved(self.graph, node, (term.ids for term in terms)))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mtp_extract.architecture.roles import MATRIX, Role, role_table, roles_of
 from mtp_extract.errors import RoleError
-from mtp_extract.graph.call import grid_of
+from mtp_extract.graph.call import activation_scale
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
@@ -49,7 +49,7 @@ class FoundRole:
 
 
 @dataclass(frozen=True)
-class SetAside:
+class OtherConstant:
     """A constant that is not a weight, the op that reads it, and the reason."""
 
     tensor: Tensor
@@ -67,7 +67,7 @@ def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
     return tuple(sorted(roles, key=order))
 
 
-def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside, ...]:
+def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherConstant, ...]:
     """Every constant of ``graph`` that plays none of ``roles``.
 
     Raises:
@@ -79,7 +79,7 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
                 raise RoleError(f"{node.op.label} reads {value.label}, which nothing computes: an op was lost.")
     used = {role.key for role in roles}
     others = [
-        SetAside(
+        OtherConstant(
             value.tensor,
             value.consumers[0][0].op.label if value.consumers else "none",
             "a number between the roles" if value.tensor.type in NUMBER_TYPES else "a shape, an axis or an offset",
@@ -91,7 +91,7 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[SetAside,
     return tuple(sorted(others, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
 
 
-def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside]:
+def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[OtherConstant]:
     """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
     model, subgraph = graph.model, graph.model.subgraphs[graph.signature.subgraph]
     details = [t.quantization.blockwise for t in subgraph.tensors if t.quantization is not None]
@@ -111,13 +111,13 @@ def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[SetAside
                 f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
                 f"checkpoint is written, because it might lack a weight.{perhaps}"
             )
-        yield SetAside(tensor, "none", "scales of blocks" if tensor.index in blocks else "read by no op")
+        yield OtherConstant(tensor, "none", "scales of blocks" if tensor.index in blocks else "read by no op")
 
 
 def activation_of(value: Value) -> Activation | None:
     """Static quantization of the tensor ``value``, if it is stored as integers."""
     tensor = value.tensors[-1]
-    grid = grid_of(tensor)
+    grid = activation_scale(tensor)
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:
         return None
     return Activation(tensor.type_name.lower(), *grid)

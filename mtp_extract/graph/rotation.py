@@ -190,7 +190,7 @@ def _rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
 def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:
     """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
 
-    ``allowed`` is how far an entry may be off, as :meth:`Rotation.measured` says.
+    ``allowed`` is how far an entry may be off, as :meth:`Rotation.measure_acceptance` says.
 
     Raises:
         UnsupportedError: no theta and share make this table.

@@ -15,7 +15,7 @@ from mtp_extract.bundle import Opened
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.insertion.slots import Place
+from mtp_extract.insertion.slots import Location
 from mtp_extract.litertlm.container import TFLITE_MODEL
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
@@ -33,7 +33,7 @@ class BundledBase(NamedTuple):
 
     opened: Opened
     walk: BaseWalk  # of the signature with most layers: what the decoder computes with
-    places: Mapping[str, tuple[Place, ...]]  # role → wherever it is stored, one entry a signature (and a table)
+    places: Mapping[str, tuple[Location, ...]]  # role → wherever it is stored, one entry a signature (and a table)
 
 
 def find_base(opened: Opened) -> BundledBase:
@@ -51,7 +51,7 @@ def find_base(opened: Opened) -> BundledBase:
             raise UnsupportedError(
                 f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
             )
-    budget, places = Budget(_BUDGET), defaultdict[str, tuple[Place, ...]](tuple)
+    budget, places = Budget(_BUDGET), defaultdict[str, tuple[Location, ...]](tuple)
     model = opened.model(sections[_DECODER], budget)
     first = read_first(model)
     nodes = Budget(_MOST_NODES)
@@ -61,7 +61,7 @@ def find_base(opened: Opened) -> BundledBase:
         walked = decoder if signature.subgraph == first.subgraph else _walk(model, signature, by_bytes, nodes)
         for placed in walked.roles:
             # Without the graph, which is large, and of which nothing more is asked.
-            places[placed.role] += (Place(model, replace(placed, result=None)),)
+            places[placed.role] += (Location(model, replace(placed, result=None)),)
     for kind, role in _TABLES.items():
         if (embedder := sections.get(kind)) is None:
             continue
@@ -72,7 +72,7 @@ def find_base(opened: Opened) -> BundledBase:
             later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
             for placed in _walk(model, signature, partial(walk_table, role=role, later=later), nodes).roles:
                 columns = None if placed.role == role else (at, at + placed.shape[1])
-                places[role] += (Place(model, replace(placed, role=role, result=None), columns),)
+                places[role] += (Location(model, replace(placed, role=role, result=None), columns),)
                 at += placed.shape[1]
     for role in ("lm_head", "embed_tokens"):
         if role not in places:

@@ -98,13 +98,13 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_s
     """
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
-    verdicts = judge([*match_roles(base.places, checkpoint.weights)], progress)
+    verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], progress)
     nowhere = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
     return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
-def judge(found: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
+def compare_slots(found: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
     """How far what the bundle holds of each role is from its weight."""
     slots = [slot for match in found for slot in match.slots]
     tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))

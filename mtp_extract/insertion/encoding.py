@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.weight import divided, same_weight
+from mtp_extract.checkpoint.weight import same_weight, unfold_factor
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
 from mtp_extract.insertion.slots import Slot, are_alike, over_rows, relative_error, squares
 from mtp_extract.io.source import Advance
@@ -277,7 +277,7 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
         floats = codes.astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             storage.scale_codes(floats, scale, zeros.reshape(-1), first * slot.new.columns)
-            return are_alike(divided(floats, factor), slot.new.floats(first, last), slot.dtype)
+            return are_alike(unfold_factor(floats, factor), slot.new.floats(first, last), slot.dtype)
 
     return Scales(scale, zeros.reshape(-1)) if all(are_codes(*rows) for rows in slot.ranges()) else None
 

@@ -17,7 +17,7 @@ import numpy as np
 from mtp_extract.errors import UnsupportedError, few
 from mtp_extract.insertion.encoding import KEPT, Encoding
 from mtp_extract.insertion.loss import Losses
-from mtp_extract.insertion.slots import Place, Slot, over_rows
+from mtp_extract.insertion.slots import Location, Slot, over_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Progress, Source, counter, nothing_shown
@@ -25,8 +25,8 @@ from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.proof.proof import Proof
 
-Bytes = bytes | memoryview
-Overlay = tuple[int, Bytes | Encoding]
+NewBytes = bytes | memoryview
+Overlay = tuple[int, NewBytes | Encoding]
 """Bytes, or the rows of an encoding, and where in the file they go."""
 
 
@@ -131,7 +131,7 @@ class _Part(NamedTuple):
     end: int
     changes: bool
     owner: str  # a role, or which tensor without one
-    what: Bytes | Encoding | None = None  # None: what they are
+    what: NewBytes | Encoding | None = None  # None: what they are
 
 
 def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
@@ -167,7 +167,7 @@ def _agree(part: _Part, other: _Part) -> bool:
     return part[:2] == other[:2] and part.what == other.what
 
 
-def _parts(place: Place, encoding: Encoding) -> Iterator[_Part]:
+def _parts(place: Location, encoding: Encoding) -> Iterator[_Part]:
     """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
     model = place.model
     tensor = place.found.tensor

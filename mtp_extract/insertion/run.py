@@ -22,7 +22,7 @@ from mtp_extract.insertion.encoding import KEPT, check_written, encode
 from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
 from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.plan import InsertionPlan, overlays
-from mtp_extract.insertion.slots import Place, Slot, match_roles
+from mtp_extract.insertion.slots import Location, Slot, match_roles
 from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.io.source import Progress, counter, nothing_shown
@@ -178,7 +178,7 @@ def _plan_base(
 
 def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
     """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
-    places = {weight_of_role.role: (Place(drafter.model, weight_of_role),) for weight_of_role in drafter.walk.roles}
+    places = {weight_of_role.role: (Location(drafter.model, weight_of_role),) for weight_of_role in drafter.walk.roles}
     weights = checkpoint.whole().tensors
     weight_of_role = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
     return [slot for match in match_roles(places, weight_of_role, checkpoint.dtype) for slot in match.required()]

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, common_dtype
-from mtp_extract.checkpoint.weight import Constant, Weight, filled, row_ranges
+from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges
 from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores
@@ -31,7 +31,7 @@ _LAYER_SCALAR = ".layer_scalar"
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A constant that plays a role in the graph of one signature."""
 
     model: TfliteModel
@@ -59,7 +59,7 @@ class Slot:
     """Places that hold the same, and the weight of a checkpoint, or its columns, that they hold or are to hold."""
 
     role: str
-    places: tuple[Place, ...]  # none where no graph reads a weight of ones
+    places: tuple[Location, ...]  # none where no graph reads a weight of ones
     new: Weight
     dtype: str  # what the checkpoint's floats were rounded to, a name in DTYPES
 
@@ -77,7 +77,7 @@ class Slot:
     @cached_property
     def held(self) -> Weight:
         """What the bundle holds: ones where nothing is stored."""
-        return self.constant or filled(self.new.shape)
+        return self.constant or constant_weight(self.new.shape)
 
     @cached_property
     def whole(self) -> bool:
@@ -123,7 +123,7 @@ class Match(NamedTuple):
     role: str
     name: str | None  # of its tensor in a base's checkpoint; None where that has none
     shape: tuple[int, ...]  # of the weight in the checkpoint, or else in the bundle
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
     slots: list[Slot]  # one for every constant that holds it, or columns of it; none where there is a problem
     problem: str  # why the two cannot be compared; empty where they can
 
@@ -139,7 +139,7 @@ class Match(NamedTuple):
 
 
 def match_roles(
-    places: Mapping[str, tuple[Place, ...]], weights: Mapping[str, Weight], dtype: str | None = None
+    places: Mapping[str, tuple[Location, ...]], weights: Mapping[str, Weight], dtype: str | None = None
 ) -> Iterator[Match]:
     """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1.
 
@@ -151,7 +151,7 @@ def match_roles(
         candidates = _with_known_factor(places.get(role, ()), weight)
         name = weight.name if isinstance(weight, Stored) else None
         if weight is None and role.endswith(_LAYER_SCALAR):
-            weight = filled((1,))
+            weight = constant_weight((1,))
         # No graph multiplies by a layer scalar of 1, and several tables are one weight.
         shape = candidates[0].found.shape if candidates else (1,)
         if ends := [place.columns[1] for place in candidates if place.columns is not None]:
@@ -168,7 +168,7 @@ def match_roles(
         yield Match(role, name, weight.shape if weight else shape, candidates, slots, problem)
 
 
-def _with_known_factor(places: tuple[Place, ...], weight: Weight | None) -> tuple[Place, ...]:
+def _with_known_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
     """``places`` with the factor, of those that their graphs allow, with which they hold a weight as large as
     ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out.
     """
@@ -187,9 +187,9 @@ def _with_known_factor(places: tuple[Place, ...], weight: Weight | None) -> tupl
     return tuple(replace(place, found=replace(place.found, factor=best)) for place in places)
 
 
-def _slots(role: str, places: Iterable[Place], weight: Weight, dtype: str) -> list[Slot]:
+def _slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) -> list[Slot]:
     """A slot for all ``places`` that hold the same of ``weight``, and one where there are none."""
-    groups: dict[tuple[Any, ...], list[Place]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Location]] = defaultdict(list)
     for place in places:
         groups[place.content].append(place)
     slots = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 HEAD = 512
-"""Bytes from the beginning of a file that :func:`kind_of` wants to see."""
+"""Bytes from the beginning of a file that :func:`file_kind` wants to see."""
 
 _OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."
 _PAGE = "Fetch the file itself: on the Hub its address has /resolve/ in it, and a gated model wants a login."
@@ -22,7 +22,7 @@ _KINDS = (
 )
 
 
-def kind_of(head: bytes) -> str:
+def file_kind(head: bytes) -> str:
     """What the file is that begins with ``head``, its first :data:`HEAD` bytes or all it has; and what to do.
 
     Such as "an archive. Unpack it, …", for who meant a LiteRT file.

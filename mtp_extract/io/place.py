@@ -25,10 +25,10 @@ from mtp_extract.io.threads import check_interrupted
 
 PathLike = str | os.PathLike[str]
 
-Inputs = Iterable[PathLike | None]
+InputPaths = Iterable[PathLike | None]
 """What a command reads, files and directories; addresses and ids among them are not looked at."""
 
-Listed = Callable[[Path], Container[str]]
+OwnFiles = Callable[[Path], Container[str]]
 """A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
 
 _MARK = "mtp-extract"
@@ -40,7 +40,7 @@ _LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|de
 _ELSEWHERE = "Move it elsewhere, or choose another place."
 
 
-def listing(record: str, files: Container[str]) -> Listed:
+def listing(record: str, files: Container[str]) -> OwnFiles:
     """Of a directory in which the file ``record`` lies: ``files``."""
 
     def listed(place: Path) -> Container[str]:
@@ -57,7 +57,7 @@ def files_of(directory: PathLike | None) -> list[Path]:
     return [Path(root, name) for name in sorted(names)]
 
 
-def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> None:
+def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None) -> None:
     """Raise OutputError, before any work is done, unless :func:`staged` may put its result at ``place``.
 
     Args:
@@ -70,7 +70,9 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed
 
 
 @contextmanager
-def staged(place: PathLike, *, overwrite: bool, inputs: Inputs = (), listed: Listed | None = None) -> Iterator[Path]:
+def staged(
+    place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None
+) -> Iterator[Path]:
     """The path of a new directory, or of a file to be made, that takes the name ``place`` when the block ends well.
 
     It is on the disk before that. When the block fails nothing is left; when the process is killed, the next run in
@@ -124,7 +126,7 @@ def _absolute(place: PathLike) -> Path:
 
 
 @contextmanager
-def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | None) -> Iterator[Path]:
+def _stage_of(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFiles | None) -> Iterator[Path]:
     """The directory in which the result for ``target`` is made, locked by this run, where it may be written at all.
 
     It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
@@ -156,7 +158,7 @@ def _stage_of(target: Path, overwrite: bool, inputs: Inputs, listed: Listed | No
                 folder.rmdir()
 
 
-def _check_inputs(target: Path, inputs: Inputs) -> None:
+def _check_inputs(target: Path, inputs: InputPaths) -> None:
     """Raise OutputError if the result would replace what is read, or lie in it."""
     for read in inputs:
         if read is None or not os.path.exists(read):
@@ -168,7 +170,7 @@ def _check_inputs(target: Path, inputs: Inputs) -> None:
             raise _refusal(target, f"{where} read and stays as it is.")
 
 
-def _check_free(target: Path, overwrite: bool, listed: Listed | None) -> None:
+def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
     """Raise OutputError unless the result may have its name now."""
     if not os.path.lexists(target):
         return

@@ -128,7 +128,7 @@ def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uin
     return codes
 
 
-def pack(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
+def pack_codes(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
     """Codes, flat, as stored; the last byte is filled up with zeros."""
     if packing.bits >= 8:
         return codes.astype(packing.dtype, copy=False).view(np.uint8)
@@ -136,7 +136,7 @@ def pack(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
     return pack_bytes(codes.view(np.uint8) & np.uint8((1 << packing.bits) - 1), packing.bits)
 
 
-def narrowed(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
+def round_floats(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
     """Finite numbers, flat, rounded to a type of :data:`FLOAT_TYPES`: to the nearest, ties to even; BF16 as uint16.
 
     Raises:
@@ -181,7 +181,7 @@ def float_bytes(values: Floats, type_: TensorType, name: str) -> bytes:
     """
     if np.isfinite(values).all():
         with suppress(OverflowError):
-            return narrowed(values, type_).tobytes()
+            return round_floats(values, type_).tobytes()
     raise UnsupportedError(f"{name}: holds values beyond the range of {type_.name}, which the file stores.")
 
 
@@ -292,7 +292,7 @@ class Storage:
     def stored(self, codes: npt.NDArray[Any]) -> bytes:
         """Codes of any type, flat, as bytes; they begin on one."""
         assert self.packing is not None
-        return pack(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
+        return pack_codes(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
 
     def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points for ``[repeats, groups, columns]``."""
@@ -304,7 +304,7 @@ class Storage:
         if self.kind == "blockwise":
             brain, half = TensorType.BFLOAT16, TensorType.FLOAT16
             try:
-                halves = narrowed(widened(narrowed(scale, brain).tobytes(), brain), half)
+                halves = round_floats(widened(round_floats(scale, brain).tobytes(), brain), half)
             except OverflowError as error:
                 raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error
             # What underflows FP16 is a block of nothing but zeros.

@@ -18,7 +18,7 @@ from mtp_extract.io.source import BytesSource, Region
 from mtp_extract.litertlm.container import HEADER_START, Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 
-ALIGNMENT = 16384
+SECTION_ALIGNMENT = 16384
 """Sections begin at a multiple of it."""
 
 _STRING_VALUE = 9
@@ -42,11 +42,11 @@ def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
     """
     kept = sorted(bundle.sections, key=lambda s: s.begin)
     contents = [*map(bundle.region, kept), *(entry.content for entry in added)]
-    ranges, at = list[tuple[int, int]](), ALIGNMENT
+    ranges, at = list[tuple[int, int]](), SECTION_ALIGNMENT
     for content in contents:
         ranges.append((at, at + content.size))
-        at = aligned(at + content.size, ALIGNMENT)
-    size = max((end for _, end in ranges), default=ALIGNMENT)
+        at = aligned(at + content.size, SECTION_ALIGNMENT)
+    size = max((end for _, end in ranges), default=SECTION_ALIGNMENT)
     header = _header(bundle, kept, added, ranges)
     sections = ((begin, content) for (begin, _), content in zip(ranges, contents, strict=True))
     pieces = ((0, Region(BytesSource(header), 0, len(header), "the new header")), *sections)
@@ -69,7 +69,7 @@ def _header(
     front = _front(root, tables, added, ranges[len(sections) :])
     shift = HEADER_START + len(front)
     end = shift + region.size
-    if end > ALIGNMENT:
+    if end > SECTION_ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
     header = bytearray(source.read(0, HEADER_START) + front + region.read())
     header[24:32] = end.to_bytes(8, "little")

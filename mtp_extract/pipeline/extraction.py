@@ -17,7 +17,7 @@ from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.bundle import Opened, Shard, naming, open_bundle
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
-from mtp_extract.checkpoint.weight import Constant, filled
+from mtp_extract.checkpoint.weight import Constant, constant_weight
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.io.place import check_place
@@ -26,7 +26,7 @@ from mtp_extract.litertlm.holes import missing_rows, zero_pages
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
-from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
+from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
 from mtp_extract.pipeline.unproven import offering_unproven, read_unproven
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
@@ -47,7 +47,9 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         FormatError: damaged quantization.
     """
     roles, model = drafter.walk.roles, drafter.model
-    tensors = {role.role: filled(role.shape) if role.tensor is None else Constant(model, role) for role in roles}
+    tensors = {
+        role.role: constant_weight(role.shape) if role.tensor is None else Constant(model, role) for role in roles
+    }
     activations = MappingProxyType({role.role: (role.input, role.output) for role in roles if len(role.shape) == 2})
     return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=activations)
 
@@ -57,7 +59,7 @@ def extract(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: Dtype | None = None,
+    dtype: DtypeName | None = None,
     codes: bool = False,
     quantize: RuleName | None = None,
     overwrite: bool = False,

@@ -26,7 +26,7 @@ from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import ROW_STEP, Weight, filled, has_exact_steps, same_weight
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, constant_weight, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, ProofError, RoleError, UnsupportedError, escape, few
 from mtp_extract.formats import format_named, format_of
 from mtp_extract.formats.directory import static_scale
@@ -222,7 +222,7 @@ def _differing(
     # The table of roles is in the order in which a drafter computes.
     for role, shape in shapes_of(written.config).items():
         there, name = written.tensors[role.name], f"{role.name} ({role.names.get(layout, role.name)})"
-        chain = how_derived(original.tensors.get(role.name) or filled(shape), there)
+        chain = how_derived(original.tensors.get(role.name) or constant_weight(shape), there)
         if chain is None:
             yield f"{name} has other {'values' if there.scheme is None else 'codes or scales'} than the file's"
             return

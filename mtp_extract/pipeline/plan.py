@@ -12,7 +12,7 @@ from mtp_extract.errors import UnsupportedError, either, escape, nearest
 from mtp_extract.formats import ENGINES, EVERY, FORMATS, HEADS, NAMES, choose
 from mtp_extract.options import check_values
 
-Dtype = Literal["bf16", "f16", "f32", "codes"]
+DtypeName = Literal["bf16", "f16", "f32", "codes"]
 """Every type that a format is written in."""
 
 RuleName = Literal["q4_0", "q8_0", "int4", "int8"]
@@ -38,7 +38,7 @@ class WritingPlan:
 
     format: Annotated[str | None, _FOR] = None
     dtype: Annotated[
-        Dtype | None,
+        DtypeName | None,
         typer.Option(help="Type of the numbers; f32 is exact. By default the format's usual one."),
     ] = None
     codes: Annotated[bool, typer.Option("--codes", help="Write the stored integers, scales and zero points too.")] = (

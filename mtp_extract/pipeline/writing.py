@@ -25,10 +25,10 @@ from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.io.place import Inputs, check_place, staged
+from mtp_extract.io.place import InputPaths, check_place, staged
 from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.pipeline.check import CARD, RECORD, ReadDirectory, files_in, read_record, recorded, with_record
-from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
+from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
 from mtp_extract.report.card import model_card, roundings
 
 
@@ -115,7 +115,7 @@ def write(
     notes: Iterable[str] = (),
     *,
     overwrite: bool,
-    inputs: Inputs,
+    inputs: InputPaths,
     progress: Progress = nothing_shown,
     compare_rounded: bool = True,
 ) -> ExtractionResult:
@@ -173,7 +173,7 @@ def convert(
     out: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: Dtype | None = None,
+    dtype: DtypeName | None = None,
     codes: bool = False,
     quantize: RuleName | None = None,
     overwrite: bool = False,

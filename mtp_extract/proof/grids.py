@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import escape, several
-from mtp_extract.graph.call import code_range, grid_of
+from mtp_extract.graph.call import activation_scale, code_range
 from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 
@@ -26,7 +26,7 @@ def list_rounded(graph: FlatGraph, walk: Walk) -> list[dict[str, Any]]:
         the shortest range. Both are None of floats.
 
     Raises:
-        UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.grid_of`.
+        UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.activation_scale`.
     """
     head = next(role.result for role in walk.roles if role.role == "lm_head")
     logits = {id(value) for value in ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
@@ -45,7 +45,7 @@ def _extent(values: Sequence[Value]) -> dict[str, Any]:
     """The steps and the shortest range of ``values`` of one type."""
     steps, ranges = list[float](), list[tuple[float, float]]()
     for value in values:
-        grid = grid_of(value.tensor)
+        grid = activation_scale(value.tensor)
         if grid is None or value.tensor.type is None:
             return {"steps": None, "narrowest": None}
         step, zero_point = grid

@@ -16,9 +16,9 @@ import numpy as np
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import shapes_of
-from mtp_extract.checkpoint.weight import Constant, Weight, divided, filled, row_ranges
+from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges, unfold_factor
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
-from mtp_extract.graph.call import code_range, computing, grid_of
+from mtp_extract.graph.call import activation_scale, code_range, computing
 from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
@@ -126,7 +126,7 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     tensor = graph.inputs[layer.key].tensor
-    grid = grid_of(tensor)
+    grid = activation_scale(tensor)
     row = math.sqrt(layer.head_dim)
     key = _KEY_SIZE
     if grid is not None and tensor.type is not None:
@@ -165,7 +165,7 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
     roles = {role.role: role for role in walk.roles if role.tensor is not None}
     for wanted, shape in shapes_of(config).items():
         name, weight = wanted.name, read(wanted.name)
-        constant = Constant(model, roles[name]) if name in roles else filled(shape)
+        constant = Constant(model, roles[name]) if name in roles else constant_weight(shape)
         if math.prod(weight.shape) != math.prod(shape):
             raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
         if _reads_codes_of(weight, constant):
@@ -189,7 +189,7 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
 def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
     """Elements ``[begin, end)`` of a constant, flat, as its file stores their scales."""
     if isinstance(constant, Constant) and not constant.folded:
-        return divided(constant.source.floats(begin, end), constant.factor)
+        return unfold_factor(constant.source.floats(begin, end), constant.factor)
     return constant.floats().reshape(-1)[begin:end]
 
 

@@ -12,7 +12,7 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.drafter import Layer
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR
-from mtp_extract.graph.forms import OutputGuard, Window
+from mtp_extract.graph.forms import OutputGuard, SlotWindow
 from mtp_extract.graph.masks import Cases, Effect, Masks
 
 Bools = npt.NDArray[np.bool_]
@@ -59,7 +59,7 @@ class SlotsOfLayer:
         for window in attention.all_windows:
             self._hold_window(window)
         rows = np.array([0, slots - 1]) if alike else np.arange(slots)
-        either: list[str | Window] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
+        either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
         shown_offsets, hidden = set[float](), set[float]()
@@ -79,7 +79,7 @@ class SlotsOfLayer:
             self._hold_guard(attention.guard, shown_offsets, hidden)
         return len(rows), alike
 
-    def _hold_window(self, window: Window) -> None:
+    def _hold_window(self, window: SlotWindow) -> None:
         """A window of slots holds all that the config sees, at every position."""
         at = np.arange(self.masks.slots)
         first = self.masks.positions.first_slots[window.table]

@@ -22,7 +22,7 @@ from mtp_extract.io.typed import Excerpt
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
 from mtp_extract.report.markdown import code, paragraph, plain
 from mtp_extract.report.serving import how_to_serve, shell_word
-from mtp_extract.report.templates import filled
+from mtp_extract.report.templates import render_template
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -79,7 +79,7 @@ def model_card(
     head, base, argument = is_head(record), _base_of(record, words), _source_argument(record)
     published = bundle_of(record)
     again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
-    return filled(
+    return render_template(
         "card.md",
         plain,
         {"code": code, "paragraph": paragraph},

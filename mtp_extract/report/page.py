@@ -17,7 +17,7 @@ import msgspec
 
 from mtp_extract._version import __version__
 from mtp_extract.report.markdown import visible
-from mtp_extract.report.templates import filled
+from mtp_extract.report.templates import render_template
 
 _NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
 
@@ -81,7 +81,7 @@ def as_html(page: Page) -> str:
     """The page; without pictures where matplotlib is missing, which a note says."""
     tables, drawn = sorted(page.tables, key=lambda table: table.folded), find_spec("matplotlib") is not None
     values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "version": __version__}
-    return filled("page.html", lambda value: escape(visible(value)), {"cell": _cell}, **values)
+    return render_template("page.html", lambda value: escape(visible(value)), {"cell": _cell}, **values)
 
 
 def _cell(text: str) -> str:

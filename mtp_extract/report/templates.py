@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def filled(
+def render_template(
     name: str, escape: Callable[[object], str], filters: Mapping[str, Callable[[str], str]], **values: Any
 ) -> str:
     """The template called ``name`` with ``values``.

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import ServerError, several
-from mtp_extract.evaluation.intervals import Bounds, over_texts, ratio_bounds, share_bounds
-from mtp_extract.evaluation.progress import counted
+from mtp_extract.evaluation.intervals import IntervalEnds, over_texts, ratio_bounds, share_bounds
+from mtp_extract.evaluation.progress import report_each
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.options import check_values
@@ -104,7 +104,7 @@ class _Run:
         parts = [range(part, size, count) for part in range(count)]
         order = list(self.servers)
 
-        for part in counted(parts, self.plan.show, "asking"):
+        for part in report_each(parts, self.plan.show, "asking"):
             for side in order:
                 self.windows[side].append(self._window(self.servers[side], part))
                 _check_alive(self.windows[side])
@@ -289,7 +289,12 @@ def _counted(window: Window, names: Collection[str]) -> Counters | None:
 
 
 def _figure(
-    bounds: Callable[..., Bounds], sums: Sequence[float], sizes: Sequence[float], n: int, scale: int = 1, least: int = 0
+    bounds: Callable[..., IntervalEnds],
+    sums: Sequence[float],
+    sizes: Sequence[float],
+    n: int,
+    scale: int = 1,
+    least: int = 0,
 ) -> Figure:
     """``least`` + Σ ``sums`` / Σ ``sizes``; of a share, what a size may have is ``scale``."""
     interval = over_texts(bounds, [value / scale for value in sums], sizes)

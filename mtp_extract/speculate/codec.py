@@ -8,7 +8,7 @@ from typing import Any
 
 from mtp_extract.errors import PairError, escape
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or messages: dicts with ``role`` and ``content``."""
 
 _TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, in OpenAI's two APIs
@@ -47,7 +47,7 @@ class Codec:
         """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, prompt: Prompt, *, chat_template: bool = False) -> tuple[int, ...]:
+    def encode(self, prompt: PromptInput, *, chat_template: bool = False) -> tuple[int, ...]:
         """Token ids of ``prompt``.
 
         Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there. With

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, Fed
+from mtp_extract.drafter.protocol import BaseOutput, Drafter, RoundStart
 from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.codec import Codec, Prompt
-from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, draw, judge
+from mtp_extract.speculate.codec import Codec, PromptInput
+from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, accept_drafts, draw
 from mtp_extract.speculate.target import Base, check_pair
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
-Drafts = int | AdaptiveDrafts | Tree
+Drafts = int | AdaptiveDrafts | DraftTree
 """What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
 
 
@@ -92,7 +92,7 @@ class SpeculativeGenerator:
     @torch.inference_mode()
     def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         *,
         max_new_tokens: int = 256,
         drafts: Drafts = 3,
@@ -123,7 +123,7 @@ class SpeculativeGenerator:
 
         running_length = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
         longest = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-        full_tree = longest if isinstance(longest, Tree) else Tree((1,) * longest)
+        full_tree = longest if isinstance(longest, DraftTree) else DraftTree((1,) * longest)
 
         # The prompt's own forward gives the first token.
         started = self._clock()
@@ -144,7 +144,7 @@ class SpeculativeGenerator:
             nodes = torch.tensor([tokens[-1:]], device=self.base.device)
             distributions: list[Tensor] = []
             if tree.depth:
-                round_start = BaseState(fed, fed.positions[:, -1:] + 1, self.base.embed, draft_state)
+                round_start = RoundStart(fed, fed.positions[:, -1:] + 1, self.base.embed, draft_state)
                 draft_state = self.drafter.start(round_start)
                 nodes, distributions = self._draft(draft_state, nodes, tree, sampling, random)
                 drafted = self._clock()
@@ -167,14 +167,14 @@ class SpeculativeGenerator:
             tokens += new_tokens
         return Generation(prompt_tokens, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
 
-    def _prefill(self, prompt_tokens: Sequence[int], cache: DynamicCache) -> Fed:
+    def _prefill(self, prompt_tokens: Sequence[int], cache: DynamicCache) -> BaseOutput:
         """Run the base over the prompt; all of it stays in ``cache``."""
         prompt = torch.tensor([prompt_tokens], device=self.base.device)
         fed = self.base.feed(prompt, self.drafter.needs.layers, cache)
         return self.base.keep(cache, fed, range(len(prompt_tokens)))
 
     def _draft(
-        self, state: Any, pending: Tensor, tree: Tree, sampling: Sampling, random: torch.Generator
+        self, state: Any, pending: Tensor, tree: DraftTree, sampling: Sampling, random: torch.Generator
     ) -> tuple[Tensor, list[Tensor]]:
         """The tokens of a tree's nodes, int64 [1, nodes], and the distribution that each drawn draft was drawn from.
 
@@ -206,7 +206,7 @@ def _verify(
     nodes: Tensor,
     logits: Tensor,
     distributions: Sequence[Tensor],
-    tree: Tree,
+    tree: DraftTree,
     sampling: Sampling,
     random: torch.Generator,
 ) -> tuple[list[int], list[int]]:
@@ -222,7 +222,7 @@ def _verify(
     """
     if distributions:
         # Speculative sampling: draft x stands with probability min(1, p(x) / q(x)).
-        accepted, following = judge(sampling.probabilities(logits), nodes[1:], distributions, random)
+        accepted, following = accept_drafts(sampling.probabilities(logits), nodes[1:], distributions, random)
         count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
         return list(range(count + 1)), [*drafts[:count], last]
 

@@ -59,7 +59,7 @@ def draw(weights: Tensor, random: torch.Generator) -> Tensor:
     return torch.where((total > 0) & total.isfinite(), token, NOT_DRAWN)
 
 
-def judge(p: Tensor, drafts: Tensor, q: Sequence[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
+def accept_drafts(p: Tensor, drafts: Tensor, q: Sequence[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
     """How many drafts of a chain stand, and the token after them: int64 [] each.
 
     Args:

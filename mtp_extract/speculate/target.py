@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mtp_extract.drafter.protocol import Drafter, Fed, Needs
+from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, Drafter
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
 
 class Base:
@@ -95,8 +95,13 @@ class Base:
         return cache
 
     def feed(
-        self, tokens: Tensor, layers: Sequence[int] = (), cache: DynamicCache | None = None, *, tree: Tree | None = None
-    ) -> Fed:
+        self,
+        tokens: Tensor,
+        layers: Sequence[int] = (),
+        cache: DynamicCache | None = None,
+        *,
+        tree: DraftTree | None = None,
+    ) -> BaseOutput:
         """Run the base over whole texts or, with a cache, over the tokens that follow what is in it.
 
         Args:
@@ -125,7 +130,7 @@ class Base:
         shared_kv = getattr(output, "shared_kv_states", None)
         if shared_kv is None:
             raise PairError(f"expected a Gemma 4 base with shared_kv_states, found {type(self.model).__name__}")
-        return Fed(tokens, positions, output.last_hidden_state, states, dict(shared_kv))
+        return BaseOutput(tokens, positions, output.last_hidden_state, states, dict(shared_kv))
 
     @contextmanager
     def _entering_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -145,7 +150,7 @@ class Base:
             for hook in hooks:
                 hook.remove()
 
-    def keep(self, cache: DynamicCache, fed: Fed, accepted_path: Sequence[int]) -> Fed:
+    def keep(self, cache: DynamicCache, fed: BaseOutput, accepted_path: Sequence[int]) -> BaseOutput:
         """Of the tokens ``fed`` last keep those at ``accepted_path`` alone, as if they had followed one another."""
         path = list(accepted_path)
         count = fed.tokens.shape[1]
@@ -155,7 +160,7 @@ class Base:
         positions = fed.positions[:, :1] + torch.arange(len(path), device=fed.positions.device)
         states = {layer: states[:, path] for layer, states in fed.layers.items()}
         shared_kv = {kind: (layers[index].keys, layers[index].values) for kind, index in self.kv_providers.items()}
-        return Fed(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
+        return BaseOutput(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
 
     def _tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
         """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, of it what ``sees`` says."""
@@ -204,7 +209,7 @@ def check_pair(base: Base, drafter: Drafter) -> None:
     Raises:
         PairError: vocabulary, width, layers or K and V differ.
     """
-    for what, expected, actual in compared(base, drafter.needs):
+    for what, expected, actual in compare_needs(base, drafter.needs):
         if expected != actual:
             raise PairError(
                 f"expected a base with {what} {expected}, found {actual}. Give the base model that this drafter was "
@@ -212,7 +217,7 @@ def check_pair(base: Base, drafter: Drafter) -> None:
             )
 
 
-def compared(base: Base, needs: Needs) -> Iterator[tuple[str, object, object]]:
+def compare_needs(base: Base, needs: BaseRequirements) -> Iterator[tuple[str, object, object]]:
     """What is needed, its value, and the base's: all that has to be the same, K and V by a forward of one token."""
     yield "a vocabulary of", needs.vocab_size, base.vocab_size
     yield "the drafter's backbone width", needs.width, base.width

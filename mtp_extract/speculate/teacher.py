@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import rnn
 
-from mtp_extract.drafter.protocol import BaseState, Drafter, Fed, Needs
+from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, Drafter, RoundStart
 from mtp_extract.errors import PairError
 from mtp_extract.speculate.target import Base
 
 _LOGITS_AT_ONCE = 1 << 28  # numbers, not bytes: more anchors are drafted in parts
 _NO_TARGET = -1
 _NEVER = torch.iinfo(torch.int64).max  # the rank of a token that is not drafted however many are
-_Part = TypeVar("_Part", bound="OfTexts")
+_Part = TypeVar("_Part", bound="PerAnchor")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class OfTexts:
+class PerAnchor:
     """A measurement at anchors of several texts: every field has a row for each anchor."""
 
     text: Tensor  # int64 [N], index of the text
@@ -75,7 +75,7 @@ class OfTexts:
 
 
 @dataclass(frozen=True)
-class Agreement(OfTexts):
+class Agreement(PerAnchor):
     """What was drafted and what the text says, for every anchor. N anchors, K steps."""
 
     drafts: Tensor  # int64 [N, K]
@@ -91,7 +91,7 @@ class Agreement(OfTexts):
 
 
 @torch.inference_mode()
-def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> Fed:
+def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[BaseRequirements]) -> BaseOutput:
     """What the base knows of ``texts``, for drafters of these ``needs``: one pass for all of them, K and V in F32."""
     layers = tuple(sorted({layer for need in needs for layer in need.layers}))
     full = base.feed(_padded([text.tokens for text in texts], 0).to(base.device), layers)
@@ -102,7 +102,13 @@ def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[Needs]) -> Fed
 
 @torch.inference_mode()
 def teacher_forced(
-    base: Base, drafter: Drafter, texts: Sequence[Text], steps: int, *, along: bool = False, full: Fed | None = None
+    base: Base,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    steps: int,
+    *,
+    along: bool = False,
+    full: BaseOutput | None = None,
 ) -> Agreement:
     """Draft ``steps`` tokens after every anchor of every text; anchors in order of text, then position, on the CPU.
 
@@ -121,12 +127,12 @@ def teacher_forced(
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
     full = full or read_texts(base, texts, [drafter.needs])
     anchors = _padded([text.anchors for text in texts], 1)
-    aims = targets(texts, anchors, steps)
+    aims = targets_of(texts, anchors, steps)
     at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
     parts = []
     for part in torch.split(torch.arange(anchors.shape[1]), at_once):
         pending = anchors[:, part].to(full.tokens.device)
-        parts.append(_draft(drafter, BaseState(full, pending, base.embed), aims[:, part], along=along))
+        parts.append(_draft(drafter, RoundStart(full, pending, base.embed), aims[:, part], along=along))
     drafts = torch.cat([drafts for drafts, _ in parts], dim=1)
     ranks = torch.cat([ranks for _, ranks in parts], dim=1)
 
@@ -136,7 +142,7 @@ def teacher_forced(
     return Agreement(text[real], anchors[real], drafts[real], aims[real], ranks[real])
 
 
-def _draft(drafter: Drafter, start: BaseState, aims: Tensor, *, along: bool) -> tuple[Tensor, Tensor]:
+def _draft(drafter: Drafter, start: RoundStart, aims: Tensor, *, along: bool) -> tuple[Tensor, Tensor]:
     """What ``drafter`` drafts from ``start``, and the ranks of its ``aims``; int64 [texts, anchors, steps], on the CPU.
 
     Each step reads the draft of the step before or, ``along`` the text, that step's aim.
@@ -179,7 +185,7 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     return rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
 
 
-def targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
+def targets_of(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """int64 [texts, anchors, steps]: the tokens after each anchor, -1 past the end."""
     padded = functional.pad(_padded([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)

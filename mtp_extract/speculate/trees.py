@@ -22,13 +22,13 @@ _MOST_DRAFTS = 1024
 
 
 @dataclass(frozen=True)
-class Tree:
+class DraftTree:
     """A tree of the same shape in every round."""
 
     widths: tuple[int, ...]  # of each step, the drafts after every draft of the step before; none drafts nothing
 
     @classmethod
-    def parse(cls, text: str) -> Tree:
+    def parse(cls, text: str) -> DraftTree:
         """``4x2x1``: four drafts after the pending token, two after each of these, one after each of those.
 
         Raises:
@@ -84,9 +84,9 @@ class Tree:
                 remedies=("trees",),
             )
 
-    def to_depth(self, depth: int) -> Tree:
+    def to_depth(self, depth: int) -> DraftTree:
         """The part that lies at most ``depth`` steps from the root."""
-        return self if depth >= self.depth else Tree(self.widths[:depth])
+        return self if depth >= self.depth else DraftTree(self.widths[:depth])
 
     def stands(self, ranks: Sequence[int]) -> int:
         """How many drafts stand where the base's next tokens have these ``ranks`` among the drafter's choices."""

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import MtpExtractError, several
-from mtp_extract.evaluation.agreement import Measured
-from mtp_extract.evaluation.intervals import LEAST_TEXTS, repeats
+from mtp_extract.evaluation.agreement import Acceptance
+from mtp_extract.evaluation.intervals import LEAST_TEXTS, find_repeats
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.text import Tokens, Writer, agreement, connect_writer, number, people_texts
+from mtp_extract.tuning.text import PromptTokens, Writer, agreement, connect_writer, people_texts, stable_hash
 
 TRAINED = "trained"
 WATCHED = "watched"  # measured during training, to keep the best weights
@@ -41,7 +41,7 @@ _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; 
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
 
 
-def side_of(source: str) -> str:
+def split_of(source: str) -> str:
     """:data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT`: by a hash of a prompt's source, so that it stays the same
     when prompts are added."""
     share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
@@ -68,20 +68,20 @@ class Corpus:
         """Of every sequence of tokens that training has seen, its number."""
         return frozenset(chain.from_iterable(_sequences(text.tokens) for text in self.trained))
 
-    def balanced(self, watched: Measured) -> float:
+    def balanced(self, watched: Acceptance) -> float:
         """What the best is chosen by, of a drafter measured on the watched texts.
 
         Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
         that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
-        trained_on = seen(watched, self.watched, self.known)
+        trained_on = was_trained_on(watched, self.watched, self.known)
         parts = [watched.where(rows) for rows in (trained_on, ~trained_on)]
         if any(part.texts < LEAST_TEXTS for part in parts):
             return watched.teacher_forced
         return sum(part.teacher_forced for part in parts) / 2
 
 
-def seen(measured: Measured, texts: Sequence[Text], known: Container[int]) -> Tensor:
+def was_trained_on(measured: Acceptance, texts: Sequence[Text], known: Container[int]) -> Tensor:
     """Bool [N]: of each anchor of ``texts``, whether the 8 tokens that end with its last draft are ``known``.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
@@ -99,14 +99,14 @@ def _sequences(tokens: Sequence[int]) -> list[int]:
     return [hash(padded[start : start + SEEN_LENGTH]) for start in range(len(tokens))]
 
 
-def gather(pair: Pair, tell: Show = silent) -> Corpus:
+def gather_texts(pair: Pair, tell: Show = silent) -> Corpus:
     """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
 
     Raises:
         MtpExtractError: too few prompts or texts, or a server has another base.
     """
     plan = pair.plan
-    sides = divided(plan)
+    sides = split_prompts(plan)
     # Texts by people are there already, but for the shipped prompts; all others are to be written.
     unwritten = [(side, item) for side in sides if side == SHIPPED or not plan.text for item in sides[side]]
     prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in unwritten]
@@ -161,7 +161,7 @@ def _split(
     return Corpus(trained, tuple(watched), measured, len(held_out), text_from)
 
 
-def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
+def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
     """The prompts, or texts by people, by side.
 
     Raises:
@@ -169,7 +169,7 @@ def divided(plan: TuningPlan) -> dict[str, list[Prompt]]:
     """
     file = plan.prompts or plan.text
     items = read_prompts(file, chat_template=plan.chat_template) if file else shipped_prompts()
-    sides = {side: [item for item in items if side_of(item.source) == side] for side in _LEAST}
+    sides = {side: [item for item in items if split_of(item.source) == side] for side in _LEAST}
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
     short = [side for side, prompts in sides.items() if len({item.key for item in prompts}) < _LEAST[side]]
     if short:
@@ -195,7 +195,7 @@ def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
     )
 
 
-def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Iterator[list[Text]]:
+def _further_kinds(writer: Writer, prompts: Sequence[PromptTokens], tell: Show) -> Iterator[list[Text]]:
     """What is learned besides the text as ``writer`` has it: text at the other temperature, and text within that.
 
     Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
@@ -212,10 +212,10 @@ def _further_kinds(writer: Writer, prompts: Sequence[Tokens], tell: Show) -> Ite
     yield new_texts(short.texts(branches, tell, "positions within these"), plan.draft_steps)
 
 
-def _branches(text: Text, writer: Writer) -> list[Tokens]:
+def _branches(text: Text, writer: Writer) -> list[PromptTokens]:
     """Beginnings of ``text`` that ``writer`` has room to continue, at random positions."""
     ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - writer.new_tokens + 1)))
-    generator = torch.Generator().manual_seed(number([writer.pair.plan.seed, *text.tokens]))
+    generator = torch.Generator().manual_seed(stable_hash([writer.pair.plan.seed, *text.tokens]))
     chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
     return [text.tokens[: ends[index]] for index in chosen]
 
@@ -223,7 +223,7 @@ def _branches(text: Text, writer: Writer) -> list[Tokens]:
 def new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -> list[Text]:
     """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``earlier``, nor one before them."""
     candidates = [*earlier, *(text for text in texts if len(text.anchors) >= steps)]
-    repeated = repeats([text.tokens for text in candidates])
+    repeated = find_repeats([text.tokens for text in candidates])
     return [text for index, text in enumerate(candidates) if index >= len(earlier) and index not in repeated]
 
 

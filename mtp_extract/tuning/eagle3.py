@@ -40,7 +40,7 @@ def base_layers(count: int) -> tuple[int, ...]:
     return tuple(max(1, (count - 1) * part // FUSED) for part in range(1, FUSED + 1))
 
 
-def shape_of(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
+def head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
     """As wide as the base ``name`` of this text config, with the heads of its first layer and its feed-forward block.
 
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
@@ -119,7 +119,7 @@ def head_of(
         name: of the base, whose embeddings the head shares.
         dtype: of the base's weights, "bfloat16" or another.
     """
-    config = shape_of(base.config, draft_vocab_size, name)
+    config = head_config(base.config, draft_vocab_size, name)
     rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
     sizes = state_sizes(base, config.base_layers, texts)
     mean_size = math.sqrt(sum(size * size for size in sizes) / len(sizes))

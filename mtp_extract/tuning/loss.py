@@ -25,7 +25,7 @@ OBJECTIVES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 distribution; ``tv``, the probability of a rejection. The agreement that is shown is the first one's."""
 
 
-def objective_for(name: str, temperature: float) -> Mapping[str, float]:
+def choose_objective(name: str, temperature: float) -> Mapping[str, float]:
     """The objective of that name; ``mixed`` leans towards the way of serving."""
     return {"tv": 0.7, "ce": 0.3} if name == "mixed" and temperature else OBJECTIVES[name]
 
@@ -86,7 +86,7 @@ _GRADIENTS = {"ce": cross_entropy_gradient, "kl": divergence_gradient, "tv": var
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """What N rows of a drafter's states aim at, and what they are trained for. P positions of the base, V tokens."""
 
     where: Tensor  # int64 [N], the position that a row aims at
@@ -100,8 +100,8 @@ class Rows:
 
 
 @torch.no_grad()
-def gradient_of(
-    rows: Rows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE
+def compute_gradient(
+    rows: TrainingRows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loss of ``rows``, and its gradient.
 
@@ -129,7 +129,7 @@ def gradient_of(
     return loss, agreement, [of_states] if of_head is None else [of_states, of_head.to(head.dtype)]
 
 
-def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_logits(rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
     their loss [], and how well each agrees [n].
     """
@@ -167,7 +167,7 @@ def _of_logits(rows: Rows, piece: Tensor, states: Tensor, head: Tensor) -> tuple
     return total, loss, agreement
 
 
-def _base_log_probabilities(rows: Rows, where: Tensor) -> Tensor:
+def _base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:
     """F32 [n, V], the base's at positions ``where`` [n], which are in order; each position's are made once."""
     positions, row_of = torch.unique_consecutive(where, return_inverse=True)
     log_p = torch.log_softmax(rows.logits(positions).to(where.device).float().div_(rows.temperature), dim=-1)

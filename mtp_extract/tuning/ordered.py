@@ -27,22 +27,22 @@ from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluation.agreement import groups, share_over_texts
+from mtp_extract.evaluation.agreement import estimate_share, groups
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, split_of
 from mtp_extract.tuning.loss import argmax_tokens
 from mtp_extract.tuning.pair import Pair, as_written
-from mtp_extract.tuning.rounds import Rounds, counting, draw_batch
+from mtp_extract.tuning.rounds import Rounds, counted_drafts, draw_batch
 from mtp_extract.tuning.text import Writer
-from mtp_extract.tuning.train import EVALUATIONS, cosine
-from mtp_extract.tuning.verdict import Comparisons, signed, units_of
+from mtp_extract.tuning.train import EVALUATIONS, cosine_decay
+from mtp_extract.tuning.verdict import Comparisons, describe_change, units_of
 
 LEAST_KEPT = 0.995
 """Of the dense head's choices, on text of each kind."""
 ENOUGH = 1 - (1 - LEAST_KEPT) / 4
 """On watched text: a quarter of what may be lost, since other text, which decides, loses more."""
-MOST_LOST = 0.02
+MOST_LOST_BY_HEAD = 0.02
 """Teacher-forced tokens per round, against the dense head."""
 RANDOM_PROMPTS = 320
 
@@ -54,7 +54,7 @@ _AXIS_FROM, _AXIS_STEPS = 1 << 14, 12  # vectors that the axis of a cut is found
 _BATCH, _SCORES_AT_ONCE = 2048, 1 << 23
 
 
-class Used(NamedTuple):
+class HeadSample(NamedTuple):
     """N states that a drafter's head reads."""
 
     states: Tensor  # [N, width], in the type the drafter computes in
@@ -68,7 +68,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     Raises:
         MtpExtractError: there is too little text of a kind.
     """
-    dense_checkpoint = dense(pair.origin.checkpoint)
+    dense_checkpoint = without_ordered_head(pair.origin.checkpoint)
     vocabulary = dense_checkpoint.config.vocab_size
     count = clusters_of(vocabulary)
     random_by_side = random_texts(pair, tell)
@@ -100,7 +100,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
         "rows_dense": vocabulary,
         "kinds": shares,
     }
-    return ordered(dense_checkpoint, ordering, centroids, top_k), about
+    return with_ordered_head(dense_checkpoint, ordering, centroids, top_k), about
 
 
 class _ClusterChoice(NamedTuple):
@@ -112,17 +112,17 @@ class _ClusterChoice(NamedTuple):
     @classmethod
     def of(cls, pair: Pair, checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor) -> _ClusterChoice:
         """Of the head with this ``ordering`` and these ``centroids``, written as the pair's drafter is."""
-        written = as_written(pair.origin, ordered(checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
+        written = as_written(pair.origin, with_ordered_head(checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
         return cls(torch.from_numpy(written.array().copy()), cluster_of(ordering, len(centroids)))
 
-    def ranks(self, sample: Used) -> Tensor:
+    def ranks(self, sample: HeadSample) -> Tensor:
         """int64 [N]: how many clusters come before the one that has the dense head's choice."""
         return ranks(sample.states, self.centroids, self.cluster[sample.choices])
 
-    def share_kept(self, sample: Used, top_k: int, unit_of_text: Tensor) -> dict[str, Any]:
+    def share_kept(self, sample: HeadSample, top_k: int, unit_of_text: Tensor) -> dict[str, Any]:
         """The share of the dense head's choices that are in the first ``top_k`` clusters, for the record."""
         hits = (self.ranks(sample) < top_k).double()
-        share = share_over_texts(unit_of_text[sample.text], hits)
+        share = estimate_share(unit_of_text[sample.text], hits)
         return {"share": share.value, "interval": share.ci95}
 
 
@@ -133,7 +133,7 @@ def _most_states(count: int) -> int:
 
 def _collect_kinds(
     pair: Pair, drafter: Network, corpus: Corpus, random_by_side: Mapping[str, Sequence[Text]], count: int
-) -> tuple[list[Used], list[Used]]:
+) -> tuple[list[HeadSample], list[HeadSample]]:
     """States to learn from and states to choose by, each over the base's text and over what follows random tokens."""
     most = _most_states(count)
     conventions = (LITERT, TRANSFORMERS)
@@ -161,11 +161,11 @@ def _held_out_kinds(corpus: Corpus, random_tokens: Sequence[Text]) -> Iterator[t
     yield "random tokens", random_tokens, torch.arange(len(random_tokens))
 
 
-def untrained(checkpoint: Checkpoint) -> Checkpoint:
+def with_zero_head(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an ordered head of zeros: what holds it can hold one that was made."""
-    before = dense(checkpoint)
+    before = without_ordered_head(checkpoint)
     count, width = clusters_of(before.config.vocab_size), before.config.hidden_size
-    return ordered(before, torch.arange(before.config.vocab_size), torch.zeros(count, width), 1)
+    return with_ordered_head(before, torch.arange(before.config.vocab_size), torch.zeros(count, width), 1)
 
 
 def clusters_of(vocabulary: int) -> int:
@@ -175,13 +175,13 @@ def clusters_of(vocabulary: int) -> int:
     return min(fits, key=lambda fit: abs(fit - wanted))
 
 
-def dense(checkpoint: Checkpoint) -> Checkpoint:
+def without_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` without the ordered head that it may have."""
     tensors = {role: tensor for role, tensor in checkpoint.tensors.items() if role not in HEAD_ROLES}
     return replace(checkpoint, config=replace(checkpoint.mtp, ordered_head=None), tensors=MappingProxyType(tensors))
 
 
-def ordered(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
+def with_ordered_head(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
     """``checkpoint`` with an ordered head: tokens cluster by cluster int64 [V], and centroids F32 [C, width]."""
     head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_array(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
@@ -203,7 +203,7 @@ def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
     learned: list[Text] = []
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):
-        texts = [text for text in written if side_of(str(list(text.prompt))) == side]
+        texts = [text for text in written if split_of(str(list(text.prompt))) == side]
         by_side[side] = new_texts(texts, plan.draft_steps, learned)
         learned += by_side[side]
     return by_side
@@ -225,7 +225,7 @@ def _random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[in
 @torch.no_grad()
 def collect(
     pair: Pair, drafter: Network, texts: Sequence[Text], most: int, conventions: Sequence[Convention] = (LITERT,)
-) -> Used:
+) -> HeadSample:
     """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
 
     Raises:
@@ -234,23 +234,23 @@ def collect(
     plan = pair.plan
     head = drafter.lm_head
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
-    parts: list[Used] = []
+    parts: list[HeadSample] = []
     for group in groups([len(text.tokens) for text in texts], plan.batch):
         batch = draw_batch(pair, drafter, [texts[index] for index in group], anchors)
-        counts = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
+        counts = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
         text = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
         for convention in conventions:
             states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
             choices = argmax_tokens(head, states, len(head.weight))
-            parts.append(Used(states.cpu(), choices.cpu(), text))
+            parts.append(HeadSample(states.cpu(), choices.cpu(), text))
     if not sum(len(part.states) for part in parts):
         message = "expected text that the base would write, found none of which a draft counts. Give other text."
         raise MtpExtractError(message, remedies=("text", "prompts"))
-    return Used(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
+    return HeadSample(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
 
 
 def build_head(
-    head: Tensor, taught: Sequence[Used], watched: Sequence[Used], count: int, steps: int, seed: int
+    head: Tensor, taught: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
 ) -> tuple[Tensor, Tensor, int]:
     """``count`` clusters, the tokens cluster by cluster int64 [V]; their centroids; and the step that made these.
 
@@ -270,7 +270,7 @@ def build_head(
     return ordering, centroids, best_step
 
 
-def _token_vectors(head: Tensor, taught: Sequence[Used]) -> Tensor:
+def _token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
     """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its row of ``head``.
 
     Rows are scaled to the mean length of states, and count as :data:`_ROW_WEIGHT` of them; ``head`` is overwritten.
@@ -322,22 +322,22 @@ def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def enough(kinds: Sequence[Tensor]) -> int:
+def clusters_needed(kinds: Sequence[Tensor]) -> int:
     """How many clusters keep enough of the choices on every kind of text, by the ranks of the right ones."""
     return max(int(rank.sort().values[math.ceil(ENOUGH * len(rank)) - 1]) + 1 for rank in kinds)
 
 
 def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
-    """How many clusters are looked into, of ranks by kind of text: a power of two that keeps :func:`enough`, or as many
-    as are worth it.
+    """How many clusters are looked into, of ranks by kind of text: a power of two of at least :func:`clusters_needed`,
+    or as many as are worth it.
     """
     # With more than half of the rows, too few are saved.
     most = max(1, (vocabulary // 2 - count) // (vocabulary // count))
-    return min(most, 1 << (enough(watched) - 1).bit_length())
+    return min(most, 1 << (clusters_needed(watched) - 1).bit_length())
 
 
 def learn_centroids(
-    taught: Sequence[Used], watched: Sequence[Used], means: Tensor, *, steps: int, seed: int
+    taught: Sequence[HeadSample], watched: Sequence[HeadSample], means: Tensor, *, steps: int, seed: int
 ) -> tuple[Tensor, int]:
     """Centroids F32 [C, width] that look into the fewest clusters on the worst kind; and the step that made them.
 
@@ -357,7 +357,7 @@ def learn_centroids(
     best_step = 0
     for step in range(1, steps + 1):
         states, cluster = _draw_states(taught, random)
-        optimizer.param_groups[0]["lr"] = highest_rate * cosine((step - 1) / steps)
+        optimizer.param_groups[0]["lr"] = highest_rate * cosine_decay((step - 1) / steps)
         optimizer.zero_grad()
         scores = _mask_rivals(states / size @ rows.T, cluster)
         cross_entropy(scores, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -371,13 +371,13 @@ def learn_centroids(
     return best / size, best_step
 
 
-def _score_centroids(rows: Tensor, watched: Sequence[Used], size: float) -> tuple[int, float]:
+def _score_centroids(rows: Tensor, watched: Sequence[HeadSample], size: float) -> tuple[int, float]:
     """Less is better: how many clusters are enough on the worst kind of text; then the mean log2 of ranks, summed."""
     kinds = [ranks(sample.states / size, rows.detach(), sample.choices) for sample in watched]
-    return enough(kinds), sum(float((rank + 1).double().log2().mean()) for rank in kinds)
+    return clusters_needed(kinds), sum(float((rank + 1).double().log2().mean()) for rank in kinds)
 
 
-def _draw_states(taught: Sequence[Used], random: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:
     """A batch, equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
     states = []
     clusters = []
@@ -395,14 +395,15 @@ def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
     return scores.scatter(1, looked_into, -torch.inf).scatter(1, right, scores.gather(1, right))
 
 
-def refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
+def head_refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
     """Why the head is not to be saved; ``shares`` says what it keeps of the dense head's choices, by kind of text."""
     for name, kind in shares.items():
         if kind["share"] < LEAST_KEPT:
             kept_of = f"{kind['share']:.2%} of the dense head's choices on held-out text ({name})"
             yield f"it keeps {kept_of}, of which {LEAST_KEPT:.1%} are wanted"
-    if (overall := comparisons.overall).may_lose(MOST_LOST):
-        yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round ({signed(overall.change)})"
+    if (overall := comparisons.overall).may_lose(MOST_LOST_BY_HEAD):
+        change = describe_change(overall.change)
+        yield f"it may lose more than {MOST_LOST_BY_HEAD} teacher-forced tokens per round ({change})"
     for name, workload in comparisons.workloads.items():
-        if workload.change.interval is not None and workload.change.interval.high < -MOST_LOST:
-            yield f"it loses more than {MOST_LOST} on {escape(name)} ({signed(workload.change)})"
+        if workload.change.interval is not None and workload.change.interval.high < -MOST_LOST_BY_HEAD:
+            yield f"it loses more than {MOST_LOST_BY_HEAD} on {escape(name)} ({describe_change(workload.change)})"

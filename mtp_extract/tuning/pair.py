@@ -20,7 +20,7 @@ from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guar
 from mtp_extract.formats import EVERY
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.pipeline.check import ReadDirectory
-from mtp_extract.pipeline.plan import Dtype, WritingPlan
+from mtp_extract.pipeline.plan import DtypeName, WritingPlan
 from mtp_extract.pipeline.writing import origin_of, prepare, write
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
@@ -106,7 +106,7 @@ def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
     # Integers where they are not beside floats but in their place.
     dtype = CODES if coded and CODES in EVERY[origin.layout].dtypes else origin.checkpoint.dtype
-    return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(Dtype, dtype), codes=bool(origin.extra_codes)))
+    return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(DtypeName, dtype), codes=bool(origin.extra_codes)))
 
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:

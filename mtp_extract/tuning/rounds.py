@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, Convention, MtpDrafter
-from mtp_extract.drafter.protocol import BaseState, Fed, Needs
-from mtp_extract.evaluation.agreement import Measured, groups
+from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, RoundStart
+from mtp_extract.evaluation.agreement import Acceptance, groups
 from mtp_extract.evaluation.base_model import free_memory
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
@@ -34,7 +34,7 @@ Columns = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def states_of(base: Base, needs: Needs, texts: Sequence[Text]) -> list[Columns]:
+def states_of(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -> list[Columns]:
     """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
     full = base.feed(tokens, needs.layers)
@@ -61,7 +61,7 @@ class States:
     of similar length do, as many as one forward takes and at most ``batch``; a long one is alone.
     """
 
-    def __init__(self, base: Base, needs: Needs, texts: Sequence[Text], batch: int) -> None:
+    def __init__(self, base: Base, needs: BaseRequirements, texts: Sequence[Text], batch: int) -> None:
         self._base = base
         self._needs = needs
         self._bytes_free = int(_OF_FREE_MEMORY * free_memory(torch.device("cpu")))
@@ -100,14 +100,16 @@ class States:
 class Batch:
     """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
 
-    fed: Fed  # what the base knows of them
+    fed: BaseOutput  # what the base knows of them
     lengths: Tensor  # int64 [B]
     choices: Tensor  # int64 [B, L], the base's argmax after each token
     anchors: Tensor  # int64 [B, A]
     real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
 
     @classmethod
-    def of(cls, items: Sequence[Columns], needs: Needs, anchors: Tensor, real: Tensor, device: torch.device) -> Batch:
+    def of(
+        cls, items: Sequence[Columns], needs: BaseRequirements, anchors: Tensor, real: Tensor, device: torch.device
+    ) -> Batch:
         """The texts of ``items``, on ``device``."""
         padded = {name: pad_sequence([item[name] for item in items], batch_first=True).to(device) for name in items[0]}
 
@@ -115,7 +117,7 @@ class Batch:
             return padded[name].transpose(1, 2).contiguous()
 
         tokens = padded["tokens"]
-        fed = Fed(
+        fed = BaseOutput(
             tokens,
             torch.arange(tokens.shape[1], device=device).expand_as(tokens),
             padded["hidden"],
@@ -155,16 +157,16 @@ class Rounds(nn.Module):
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """States after the final norm, [K, B, A, width]."""
         drafter = self.drafter
-        start = BaseState(batch.fed, batch.anchors, embed)
+        start = RoundStart(batch.fed, batch.anchors, embed)
         state: Any = drafter.start(start, convention) if isinstance(drafter, MtpDrafter) else drafter.start(start)
         hidden_of_steps = []
-        for token in batch.fed.tokens.flatten()[aims(batch, self.steps)]:
+        for token in batch.fed.tokens.flatten()[target_positions(batch, self.steps)]:
             hidden, state = drafter.advance(state, token)
             hidden_of_steps.append(hidden)
         return torch.stack(hidden_of_steps)
 
 
-def aims(batch: Batch, steps: int) -> Tensor:
+def target_positions(batch: Batch, steps: int) -> Tensor:
     """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes; in a text's end, its last."""
     rows, length = batch.fed.tokens.shape
     device = batch.anchors.device
@@ -172,7 +174,7 @@ def aims(batch: Batch, steps: int) -> Tensor:
     return torch.arange(rows, device=device)[:, None] * length + later.clamp(max=length - 1)
 
 
-def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
+def counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     """bool [K, B, A]: which steps count: those whose target lies within the text.
 
     In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
@@ -183,7 +185,7 @@ def counting(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     if greedy:
         follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
         follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
-        chosen = follows.flatten()[aims(batch, steps)]
+        chosen = follows.flatten()[target_positions(batch, steps)]
         chosen[0] = True  # the pending token is the base's own
         counts &= chosen.int().cumprod(dim=0).bool()
     return counts
@@ -201,22 +203,22 @@ def draw_batch(pair: Pair, drafter: Network, texts: Sequence[Text], most: int | 
 # Measuring
 
 
-def measured(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+def measure_acceptance(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Acceptance:
     """How many drafts of ``drafter`` stand after every anchor of ``texts`` that has all targets, as they are served."""
     accelerator = pair.accelerator
     shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
-    parts: list[Measured] = []
+    parts: list[Acceptance] = []
     for group in groups([len(texts[index].tokens) for index in shard], pair.plan.batch):
         rows = [shard[position] for position in group]
         part = _measure_batch(pair, drafter, [texts[row] for row in rows])
         parts.append(replace(part, text=torch.tensor(rows)[part.text]))
-    joined = Measured.joined(gather_object(parts))
+    joined = Acceptance.joined(gather_object(parts))
     # A text is in one part: its anchors stay in order.
     return joined.where(torch.argsort(joined.text, stable=True))
 
 
 @torch.no_grad()
-def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measured:
+def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Acceptance:
     """The drafts that stand along ``texts``, which are one batch.
 
     Greedily those that are its tokens. A draft drawn from q is accepted with probability min(1, p / q), and what is
@@ -226,7 +228,7 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measu
     steps = pair.plan.draft_steps
     batch = draw_batch(pair, drafter, texts)
     states = Rounds(drafter, steps)(batch, pair.base.embed, LITERT)
-    complete = counting(batch, steps, greedy=False).all(dim=0)
+    complete = counted_drafts(batch, steps, greedy=False).all(dim=0)
     of_token, mean = _acceptance(pair, drafter, batch, states, complete)
 
     along = of_token.cumprod(dim=0)
@@ -234,7 +236,7 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Measu
     complete = complete.cpu()
     text = torch.arange(len(texts))[:, None].expand_as(complete)
     anchors = batch.anchors.cpu()
-    return Measured.over(
+    return Acceptance.over(
         text[complete], anchors[complete], stands.permute(1, 2, 0)[complete], along.permute(1, 2, 0)[complete]
     )
 
@@ -249,7 +251,7 @@ def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, comp
     Returns:
         F64 [K, B, A] each, on the CPU; 1 at other anchors.
     """
-    positions = aims(batch, len(states))
+    positions = target_positions(batch, len(states))
     tokens = batch.fed.tokens.flatten()
     hidden = batch.fed.hidden.flatten(0, 1)
     of_token = torch.ones(positions.shape, dtype=torch.double)

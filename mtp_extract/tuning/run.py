@@ -52,34 +52,36 @@ def run_tuning(
     require("torch", "transformers", "accelerate")
     plan.check()
     from mtp_extract.evaluation.base_model import memory_guard
-    from mtp_extract.tuning.corpus import divided, gather
+    from mtp_extract.tuning.corpus import gather_texts, split_prompts
     from mtp_extract.tuning.eagle3 import new_head
-    from mtp_extract.tuning.ordered import dense, refusals
+    from mtp_extract.tuning.ordered import head_refusals, without_ordered_head
     from mtp_extract.tuning.pair import Pair, write_made
-    from mtp_extract.tuning.rounds import measured
+    from mtp_extract.tuning.rounds import measure_acceptance
     from mtp_extract.tuning.verdict import Comparisons
-    from mtp_extract.tuning.work import locked
+    from mtp_extract.tuning.work import lock_folder
 
     # Too few prompts are no reason to load a base.
-    divided(plan)
+    split_prompts(plan)
     pair = Pair(plan, say)
     is_first = pair.accelerator.is_main_process
     _check_format(pair)
 
     # The first of several processes locks the folder for all.
-    with memory_guard("tuning"), locked(plan.kept_in) if is_first else nullcontext():
-        corpus = gather(pair, tell)
+    with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
+        corpus = gather_texts(pair, tell)
         if plan.mode == EAGLE3:
             new_head(pair, corpus.trained)
-        drafter = pair.drafter_of(dense(pair.origin.checkpoint)) if plan.mode == ORDERED else pair.drafter
+        drafter = (
+            pair.drafter_of(without_ordered_head(pair.origin.checkpoint)) if plan.mode == ORDERED else pair.drafter
+        )
         held_out = [text for _, text in corpus.held_out]
         pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
-        before = measured(pair, drafter, held_out)
+        before = measure_acceptance(pair, drafter, held_out)
         checkpoint, about = _make(pair, drafter, corpus, tell, stop)
         pair.say("measuring what was made on the held-out texts")
-        comparisons = Comparisons.of(corpus, before, measured(pair, pair.drafter_of(checkpoint), held_out))
+        comparisons = Comparisons.of(corpus, before, measure_acceptance(pair, pair.drafter_of(checkpoint), held_out))
 
-    refused = tuple(refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+    refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
     record = {**about, **_describe(pair, corpus, refused, comparisons)}
     is_saved = plan.force or not refused
     if is_saved and is_first:
@@ -91,12 +93,12 @@ def run_tuning(
 
 def _check_format(pair: Pair) -> None:
     """Raise MtpExtractError where the drafter's format has no room for what the mode makes, before any work is done."""
-    from mtp_extract.tuning.ordered import untrained
+    from mtp_extract.tuning.ordered import with_zero_head
     from mtp_extract.tuning.pair import check_writable
     from mtp_extract.tuning.train import latents_of
 
     if pair.plan.mode == ORDERED:
-        check_writable(pair.origin, untrained(pair.origin.checkpoint), ORDERED)
+        check_writable(pair.origin, with_zero_head(pair.origin.checkpoint), ORDERED)
     elif pair.plan.mode != EAGLE3:
         latents_of(pair)
 

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
-from mtp_extract.evaluation.agreement import base_texts, groups
+from mtp_extract.evaluation.agreement import continue_prompts, groups
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular
@@ -31,7 +31,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import argmax_tokens
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.work import kept_at
+from mtp_extract.tuning.work import replace_file
 
 LEAST_AGREEMENT = 0.9
 """Of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
@@ -40,15 +40,15 @@ _LARGEST = 1 << 34  # bytes of all texts
 _LOOKED_AT = 32  # texts, to see whose they are
 _ARGUMENTS = {"key": "text_key", "model": "text_model"}  # of a server, as a plan calls them
 
-Tokens = tuple[int, ...]
+PromptTokens = tuple[int, ...]
 """A prompt as the base is fed it."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class TextBatch(msgspec.Struct, frozen=True):
     """What follows the prompts of a batch, as it is kept."""
 
     name: str  # of all that it depends on
-    tokens: list[Tokens]
+    tokens: list[PromptTokens]
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ class Writer:
     temperature: float
     new_tokens: int  # most of them of a text
     server: Server | None = None
-    contents: Mapping[Tokens, str | Messages] = field(default_factory=dict)  # of each prompt, as a server is asked it
+    contents: Mapping[PromptTokens, str | Messages] = field(
+        default_factory=dict
+    )  # of each prompt, as a server is asked it
 
-    def texts(self, prompts: Sequence[Tokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
+    def texts(self, prompts: Sequence[PromptTokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
         """What follows each of ``prompts``: what is not kept yet is written, by all processes, a batch each at a time.
 
         Args:
@@ -86,7 +88,7 @@ class Writer:
         written = self._written([[distinct[index] for index in group] for group in grouped], tell)
         return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
 
-    def _written(self, batches: Sequence[Sequence[Tokens]], tell: Show) -> dict[Tokens, Tokens]:
+    def _written(self, batches: Sequence[Sequence[PromptTokens]], tell: Show) -> dict[PromptTokens, PromptTokens]:
         """What follows each prompt of ``batches``: read from the file of texts, or written now and added to it."""
         accelerator = self.pair.accelerator
         path = self.pair.plan.kept_in / "texts.jsonl"
@@ -100,34 +102,34 @@ class Writer:
             for batch in together[accelerator.process_index :][:1]:
                 name = self._name(batch)
                 if name not in stored:
-                    lines.append(Line(name, self._continued(batch)))
+                    lines.append(TextBatch(name, self._continued(batch)))
             lines = gather_object(lines)
             if lines and accelerator.is_main_process:
-                with kept_at(path, size) as file:
+                with replace_file(path, size) as file:
                     size += file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
             stored.update({line.name: line.tokens for line in lines})
             done += sum(map(len, together))
             tell(f"text {done} of {prompts}", done, prompts)
 
-        written: dict[Tokens, Tokens] = {}
+        written: dict[PromptTokens, PromptTokens] = {}
         for batch in batches:
             written.update(zip(batch, stored[self._name(batch)], strict=True))
         return written
 
-    def _continued(self, prompts: Sequence[Tokens]) -> list[Tokens]:
+    def _continued(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What follows each of a batch, whose rows draw other numbers from one seed."""
         if self.server is not None:
             return self._served(self.server, prompts)
-        return base_texts(
+        return continue_prompts(
             self.pair.base,
             prompts,
             new_tokens=self.new_tokens,
             batch=len(prompts),
             temperature=self.temperature,
-            seed=number([self._seed, *prompts]),
+            seed=stable_hash([self._seed, *prompts]),
         )
 
-    def _served(self, server: Server, prompts: Sequence[Tokens]) -> list[Tokens]:
+    def _served(self, server: Server, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What ``server`` answers to each of a batch.
 
         A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
@@ -136,12 +138,12 @@ class Writer:
         vocab_size = self.pair.base.vocab_size
         questions: list[dict[str, Any]] = []
         for prompt in prompts:
-            seed = number([self._seed, prompt]) >> 20
+            seed = stable_hash([self._seed, prompt]) >> 20
             options = {"temperature": self.temperature, "seed": seed, **server.kind.ids}
             chat_template = self.pair.plan.chat_template
             questions.append(question(self.contents[prompt], self.new_tokens, chat_template, **options))
 
-        answers: list[Tokens] = []
+        answers: list[PromptTokens] = []
         for answer in server.ask(questions, len(questions)):
             tokens = answer.token_ids or (() if answer.reasoning else self.pair.codec.continued(answer.text))
             highest = max(tokens, default=0)
@@ -164,7 +166,7 @@ class Writer:
         """Greedy text has none."""
         return self.pair.plan.seed if self.temperature > 0 else 0
 
-    def _name(self, batch: Sequence[Tokens]) -> str:
+    def _name(self, batch: Sequence[PromptTokens]) -> str:
         """Of a batch: equal where the same text would be written again."""
         pair = self.pair
         server = self.server
@@ -174,7 +176,7 @@ class Writer:
         return sha256(json.dumps(depends_on).encode()).hexdigest()
 
 
-def _stored_lines(path: Path) -> tuple[dict[str, list[Tokens]], int]:
+def _stored_lines(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
     """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line.
 
     Raises:
@@ -184,7 +186,7 @@ def _stored_lines(path: Path) -> tuple[dict[str, list[Tokens]], int]:
         stored = read_regular(path, _LARGEST)
         # A killed run may have left an incomplete line.
         size = stored.rfind(b"\n") + 1
-        return {line.name: line.tokens for line in msgspec.json.Decoder(Line).decode_lines(stored[:size])}, size
+        return {line.name: line.tokens for line in msgspec.json.Decoder(TextBatch).decode_lines(stored[:size])}, size
     except FileNotFoundError:
         return {}, 0
     except (OSError, ValueError) as error:
@@ -193,7 +195,7 @@ def _stored_lines(path: Path) -> tuple[dict[str, list[Tokens]], int]:
         ) from error
 
 
-def number(parts: Sequence[object]) -> int:
+def stable_hash(parts: Sequence[object]) -> int:
     """48 bits that depend on ``parts`` alone."""
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 

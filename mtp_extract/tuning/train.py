@@ -30,10 +30,18 @@ from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import MODES, Latents
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE, Rows, gradient_of, objective_for
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, TrainingRows, choose_objective, compute_gradient
 from mtp_extract.tuning.pair import Pair, check_writable, idle_roles
-from mtp_extract.tuning.rounds import Batch, Rounds, States, aims, counting, measured, random_anchors
-from mtp_extract.tuning.work import kept_at
+from mtp_extract.tuning.rounds import (
+    Batch,
+    Rounds,
+    States,
+    counted_drafts,
+    measure_acceptance,
+    random_anchors,
+    target_positions,
+)
+from mtp_extract.tuning.work import replace_file
 
 EVALUATIONS = 10
 """How often the watched texts are measured on the way."""
@@ -46,19 +54,19 @@ _WARM_UP = 0.1  # of the steps
 _LEAST_RATE = 0.02  # of the learning rate, at the end
 
 
-def cosine(share: float) -> float:
+def cosine_decay(share: float) -> float:
     """The factor on a learning rate after ``share`` of the way, along half a cosine: from 1 to 0.02."""
     return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def rate(step: int, steps: int) -> float:
+def learning_rate_factor(step: int, steps: int) -> float:
     """The factor on the learning rate of step ``step`` of ``steps``, from 0: a ramp, then a cosine."""
     ramp = max(1, round(_WARM_UP * steps))
-    return (step + 1) / ramp if step < ramp else cosine((step - ramp) / max(1, steps - ramp))
+    return (step + 1) / ramp if step < ramp else cosine_decay((step - ramp) / max(1, steps - ramp))
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a training is, and its best weights so far: what the folder of the work holds of it."""
 
     done: int = 0
@@ -80,7 +88,7 @@ def latents_of(pair: Pair) -> Latents:
     return latents
 
 
-def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callable[[], bool]) -> Progress:
+def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callable[[], bool]) -> TrainingProgress:
     """Train ``latents`` as the pair's plan says; ``tell`` is called, and ``stop`` asked, after every step.
 
     The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
@@ -145,7 +153,7 @@ class _Training:
         """One step of the optimizer; its loss, and MtpExtractError where that is not finite."""
         pair = self.pair
         progress = self.progress
-        factor = rate(progress.done, pair.plan.optimizer_steps)
+        factor = learning_rate_factor(progress.done, pair.plan.optimizer_steps)
         for group, highest in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = highest * factor
         batch, convention, weight = _batch(pair, self.states, self.corpus.kinds, progress.done)
@@ -166,7 +174,7 @@ class _Training:
         drafter = self.pair.drafter
         weights = self.latents(drafter.lm_head.weight.dtype)
         tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
-        watched = measured(self.pair, tuned, self.corpus.watched)
+        watched = measure_acceptance(self.pair, tuned, self.corpus.watched)
         score = self.corpus.balanced(watched)
         entry = {"step": progress.done, "teacher_forced": watched.teacher_forced, "balanced": score}
         progress.history.append(entry)
@@ -182,9 +190,9 @@ class _Training:
         folder = self.pair.plan.kept_in
         state = {"fingerprint": self.fingerprint, "run": vars(self.progress), "latents": self.latents.state_dict()}
         if self.pair.accelerator.is_main_process:
-            with kept_at(folder / "state.pt") as file:
+            with replace_file(folder / "state.pt") as file:
                 torch.save({**state, "optimizer": self.optimizer.state_dict()}, file)
-            with kept_at(folder / "log.jsonl") as file:
+            with replace_file(folder / "log.jsonl") as file:
                 file.write("".join(json.dumps(entry) + "\n" for entry in self.progress.history).encode())
 
 
@@ -201,7 +209,7 @@ def _backward(
     replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
     arguments = (batch, pair.base.embed, convention)
     states = functional_call(Rounds(drafter, pair.plan.draft_steps), replaced, arguments)[within]
-    loss, agreement, gradients = gradient_of(rows, states, head)
+    loss, agreement, gradients = compute_gradient(rows, states, head)
     # The head has no gradient where it is not trained.
     torch.autograd.backward((states, head)[: len(gradients)], gradients)
     return _over_processes(pair.accelerator, loss, agreement)
@@ -214,13 +222,13 @@ def _over_processes(accelerator: Accelerator, loss: Tensor, agreement: Tensor) -
     return float(losses.mean()), float(agreements.sum()) / max(1, int(counts.sum()))
 
 
-def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[Rows, Tensor]:
+def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Tensor]:
     """What a step's drafts aim at, as rows of ``weight`` each; and which drafts have a row, bool [K, B, A]."""
     plan = pair.plan
     drafter = pair.drafter
-    positions = aims(batch, plan.draft_steps)
+    positions = target_positions(batch, plan.draft_steps)
     choices = batch.choices.flatten()
-    choosing = counting(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    choosing = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
     cap = None
     if isinstance(drafter, Eagle3Drafter):
         # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
@@ -229,12 +237,14 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[Rows, Tensor]:
     else:
         cap = drafter.config.final_logit_softcap
 
-    objective = objective_for(plan.objective, plan.temperature)
+    objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
-    within = choosing if objective.keys() == {"ce"} else counting(batch, plan.draft_steps, greedy=False)
+    within = choosing if objective.keys() == {"ce"} else counted_drafts(batch, plan.draft_steps, greedy=False)
     logits = _base_logits(pair, batch)
     temperature = plan.temperature or 1.0
-    return Rows(positions[within], choices, logits, weight, choosing[within], objective, cap, temperature), within
+    return TrainingRows(
+        positions[within], choices, logits, weight, choosing[within], objective, cap, temperature
+    ), within
 
 
 def _base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
@@ -290,17 +300,17 @@ def _random(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> Progress:
+def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> TrainingProgress:
     """Where an earlier run with this fingerprint stopped; else a beginning."""
     if not path.exists():
-        return Progress()
+        return TrainingProgress()
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["fingerprint"] != fingerprint:
-            return Progress()
+            return TrainingProgress()
         latents.load_state_dict(state["latents"])
         optimizer.load_state_dict(state["optimizer"])
-        return Progress(**state["run"])
+        return TrainingProgress(**state["run"])
     # What a damaged file raises in there is of many classes.
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{escape(path)}: expected a training's state, found damage. Remove the file.") from error

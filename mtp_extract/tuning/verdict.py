@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.agreement import Change, Measured, Saving, compare, saving
+from mtp_extract.evaluation.agreement import Acceptance, Change, Saving, compare_acceptance, compare_rounds
 from mtp_extract.evaluation.intervals import undecided
-from mtp_extract.tuning.corpus import Corpus, seen
+from mtp_extract.tuning.corpus import Corpus, was_trained_on
 
-MOST_LOST = 0.05
+MOST_LOST_BY_TUNING = 0.05
 """Teacher-forced tokens per round, on sequences that training has not seen."""
 
 WORST = 3
@@ -36,7 +36,7 @@ class Figures(msgspec.Struct, frozen=True):
     tokens_per_round: float
 
     @classmethod
-    def of(cls, measured: Measured) -> Figures:
+    def of(cls, measured: Acceptance) -> Figures:
         return cls(measured.teacher_forced, measured.rounds, measured.tokens_per_round)
 
 
@@ -52,7 +52,7 @@ class Comparison(msgspec.Struct, frozen=True):
     loses: bool  # whether a draft that stood stands no more, or less probably
 
     @classmethod
-    def of(cls, before: Measured, after: Measured, rows: Tensor) -> Comparison:
+    def of(cls, before: Acceptance, after: Acceptance, rows: Tensor) -> Comparison:
         """At the anchors ``rows``, bool [N]."""
         before = before.where(rows)
         after = after.where(rows)
@@ -61,8 +61,8 @@ class Comparison(msgspec.Struct, frozen=True):
             anchors=len(before.anchor),
             before=Figures.of(before),
             after=Figures.of(after),
-            change=compare(before, after),
-            rounds=saving(before, after),
+            change=compare_acceptance(before, after),
+            rounds=compare_rounds(before, after),
             loses=bool((after.stands < before.stands).any()),
         )
 
@@ -91,12 +91,12 @@ class Comparisons(msgspec.Struct, frozen=True):
     worst: list[Worst]  # the texts that lost most, that one first
 
     @classmethod
-    def of(cls, corpus: Corpus, before: Measured, after: Measured) -> Comparisons:
+    def of(cls, corpus: Corpus, before: Acceptance, after: Acceptance) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
         by_workload: dict[str, list[int]] = {}
         for index, (item, _) in enumerate(corpus.held_out):
             by_workload.setdefault(item.workload, []).append(index)
-        unseen = ~seen(before, [text for _, text in corpus.held_out], corpus.known)
+        unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.known)
 
         # Intervals count units in place of texts.
         units = units_of(corpus)
@@ -123,14 +123,15 @@ class Comparisons(msgspec.Struct, frozen=True):
         if interval is None or interval.low <= 1:
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
             bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
-            figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {signed(overall.change)}"
+            change = describe_change(overall.change)
+            figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {change}"
             yield f"it is not shown to take fewer rounds on held-out text ({figures})"
-        if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST):
-            where = f"where drafts continue what no training text has ({signed(unseen.change)})"
-            yield f"it may lose more than {MOST_LOST} teacher-forced tokens per round {where}"
+        if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST_BY_TUNING):
+            where = f"where drafts continue what no training text has ({describe_change(unseen.change)})"
+            yield f"it may lose more than {MOST_LOST_BY_TUNING} teacher-forced tokens per round {where}"
         for name, comparison in self.workloads.items():
             if comparison.change.interval is not None and comparison.change.interval.high < 0:
-                yield f"it is worse on {escape(name)} ({signed(comparison.change)})"
+                yield f"it is worse on {escape(name)} ({describe_change(comparison.change)})"
 
     def undecided(self) -> Iterator[str]:
         """What too few texts leave open, in a sentence, if they do."""
@@ -142,7 +143,7 @@ class Comparisons(msgspec.Struct, frozen=True):
             yield f"Not decided, too few held-out texts: {', '.join(few)}. Give more prompts: one in eight is held out."
 
 
-def _worst(corpus: Corpus, before: Measured, after: Measured) -> list[Worst]:
+def _worst(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]:
     """The held-out texts that lost most, that one first."""
     texts = []
     for index, (item, _) in enumerate(corpus.held_out):
@@ -160,7 +161,7 @@ def units_of(corpus: Corpus) -> Tensor:
     return torch.tensor([*accumulate(item is not previous for previous, item in pairwise(items))])
 
 
-def signed(change: Change) -> str:
+def describe_change(change: Change) -> str:
     """``change`` with its interval, or why it has none, in words."""
     interval = change.interval
     bounds = f"{interval.low:+.3f} to {interval.high:+.3f} at 95 %" if interval else undecided(change.texts)

@@ -14,7 +14,7 @@ from mtp_extract.errors import OutputError, escape
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """``folder``, which is made, kept from other runs. The lock goes with the process, however it ends.
 
     Raises:
@@ -30,7 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def kept_at(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
+def replace_file(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
     """The file at ``path``, cut to ``size`` bytes, to be written on; without a size one that replaces it when whole.
 
     Raises:

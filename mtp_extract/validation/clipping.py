@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.evaluation.base_model import load_base, memory_guard
-from mtp_extract.evaluation.progress import Say, Show, counted
+from mtp_extract.evaluation.progress import Say, Show, report_each
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
 from mtp_extract.graph.roles import Activation
 from mtp_extract.insertion.activations import Grids
@@ -48,7 +48,7 @@ def measure_cut_off(directory: str, grids: Grids, *, say: Say, show: Show) -> fl
     codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
     texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
     with memory_guard("running the base"), torch.inference_mode():
-        for text in counted(texts, show, "texts read"):
+        for text in report_each(texts, show, "texts read"):
             loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
     for hook in hooks:
         hook.remove()

@@ -13,15 +13,15 @@ from typing import Literal
 
 import torch
 
-from mtp_extract.drafter.mtp import LITERT, Altered, Convention, MtpDrafter, MtpState
-from mtp_extract.drafter.protocol import BaseState
+from mtp_extract.drafter.mtp import LITERT, Convention, FaultyDrafter, MtpDrafter, MtpState
+from mtp_extract.drafter.protocol import RoundStart
 from mtp_extract.evaluation.agreement import (
     Asked,
     Continuations,
-    difference_over_texts,
+    estimate_difference,
+    estimate_share,
     figure,
     measure_agreements,
-    share_over_texts,
 )
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record
@@ -41,13 +41,13 @@ class Control:
     # the changed drafter; None in place of it when there is nothing to change
     drafter: Callable[[MtpDrafter], MtpDrafter | None] = lambda drafter: drafter
     # what the drafter is fed: see Altered
-    change: Callable[[BaseState], BaseState] = lambda base: base
+    change: Callable[[RoundStart], RoundStart] = lambda base: base
     every_step: Callable[[MtpState], MtpState] = lambda state: state
     convention: Convention = LITERT
 
-    def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> Altered:
+    def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> FaultyDrafter:
         """The ``changed`` drafter, fed as this control says; by ``convention`` where one is given."""
-        return Altered(changed, convention or self.convention, self.change, self.every_step)
+        return FaultyDrafter(changed, convention or self.convention, self.change, self.every_step)
 
 
 class ControlResult(Record):
@@ -63,7 +63,7 @@ class ControlResult(Record):
     standing: Standing
 
 
-def _another_text(base: BaseState) -> BaseState:
+def _another_text(base: RoundStart) -> RoundStart:
     kv = {kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in base.fed.shared_kv.items()}
     return replace(base, fed=replace(base.fed, shared_kv=kv))
 
@@ -158,18 +158,18 @@ def draft_together(
             broken[control] = control.broken(changed), 1, False
     agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
     controls = [
-        compare(control, agreements[0], agreement)
+        compare_with_control(control, agreements[0], agreement)
         for control, agreement in zip(broken, agreements[len(asked) :], strict=True)
     ]
     return agreements[: len(asked)], controls
 
 
-def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
+def compare_with_control(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
     """How ``broken`` stands to ``real``, both over the same positions."""
     aimed = real.targets[:, 0] >= 0
     text, changed = real.text[aimed], bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
     ours, theirs = ((agreement.drafts[:, 0] == agreement.targets[:, 0])[aimed].double() for agreement in (real, broken))
-    interval = difference_over_texts(text, ours - theirs, LEVEL)
+    interval = estimate_difference(text, ours - theirs, LEVEL)
     standing: Standing = "undecided"
     if interval and changed and (interval.low > 0 or interval.high < 0):
         standing = "below" if interval.low > 0 else "above"
@@ -179,7 +179,7 @@ def compare(control: Control, real: Agreement, broken: Agreement) -> ControlResu
         control.name,
         control.what,
         control.suspect,
-        share_over_texts(text, theirs),
+        estimate_share(text, theirs),
         figure(float((ours - theirs).mean()), len(text), interval),
         standing,
     )

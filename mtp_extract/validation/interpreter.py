@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.evaluation.extras import unusable
+from mtp_extract.evaluation.extras import why_unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
@@ -39,7 +39,7 @@ from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
     NEAR,
     Apart,
-    Inputs,
+    GraphInputs,
     Outputs,
     allowed_difference,
     apart,
@@ -133,7 +133,7 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
     return examined("interpreter", what, examine, Path(), drafter, source)
 
 
-def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list[Outputs]:
+def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
     """What Google's interpreter computes of each of ``steps``.
 
     Args:
@@ -143,7 +143,7 @@ def interpreted(source: Shard, steps: Iterable[Inputs], *, floats: bool) -> list
         UnsupportedError: the interpreter is not there, or cannot run the section.
     """
     name = source.model.region.source.name
-    if why := unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
+    if why := why_unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
         raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
         raise UnsupportedError(
@@ -181,7 +181,7 @@ def _section(source: Shard, *, floats: bool) -> bytes:
     return source.model.region.read(0, source.model.region.size)
 
 
-def _output(runner: Any, names: Mapping[str, str], inputs: Inputs) -> Outputs:
+def _output(runner: Any, names: Mapping[str, str], inputs: GraphInputs) -> Outputs:
     """One step of the section, which calls its inputs by ``names``."""
     takes = runner.get_input_details()
     gives = runner.get_output_details()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mtp_extract.evaluation.intervals import LEAST_TEXTS
-from mtp_extract.io.place import Inputs, staged
+from mtp_extract.io.place import InputPaths, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAGE, PAIR, REPORT, REPORT_LISTED
@@ -28,7 +28,7 @@ _STANDING = {
 
 
 def write_validation(
-    validation: Validation, target: Path, *, overwrite: bool = False, inputs: Inputs = ()
+    validation: Validation, target: Path, *, overwrite: bool = False, inputs: InputPaths = ()
 ) -> list[str]:
     """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``; their names.
 
@@ -60,7 +60,7 @@ def page_of(validation: Validation) -> Page:
         about=" ".join(about),
         verdict=" ".join(f"{finding}." for finding in findings(validation)),
         headlines=headlines(validation),
-        tables=list(tables(validation)),
+        tables=list(page_tables(validation)),
         notes=validation.notes,
         measured=_measured(validation),
     )
@@ -78,7 +78,7 @@ def _measured(validation: Validation) -> str:
     return ", ".join([*parts, *(f"{name} {version}" for name, version in run.versions.items())])
 
 
-def tables(validation: Validation) -> Iterator[Table]:
+def page_tables(validation: Validation) -> Iterator[Table]:
     """The tables in the order in which they are read."""
     if validation.drafters:
         if validation.drafters[0].worth:

@@ -22,7 +22,7 @@ from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.protocol import KV, BaseState, Fed
+from mtp_extract.drafter.protocol import KV, BaseOutput, RoundStart
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
@@ -40,7 +40,7 @@ _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √h
 NEAR = 8
 """Positions below it are the first ones: their angles are exact but for the last bits."""
 
-Inputs = Mapping[str, NDArray[Any]]
+GraphInputs = Mapping[str, NDArray[Any]]
 """What signatures take for one draft step, by name; activations and caches in float32. Some take no mask."""
 
 Outputs = tuple[Floats, Floats]
@@ -65,7 +65,7 @@ class Apart:
         return max(self.logits, self.state)
 
 
-def caches_of(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
+def cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
     """By layer type, the names of the inputs for K and V, each with the axis of its slots."""
     caches = {}
     for kind, (key, value) in source.kv.items():
@@ -76,7 +76,7 @@ def caches_of(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]
     return caches
 
 
-def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[Inputs]:
+def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
     """``count`` random steps at positions spread from 1 to the end of the caches; the same for the same seed.
 
     Args:
@@ -99,7 +99,7 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
             MASK_LOCAL: (past & (slots > position - (config.sliding_window or end)))[None, None, None],
             PARAM_TENSOR: np.array([[[param]]], np.int32),
         }
-        for kind, (keys, values) in caches_of(source).items():
+        for kind, (keys, values) in cache_inputs(source).items():
             for (name, axis), spread in ((keys, _KEY_SPREAD / config.kv_layers[kind].head_dim ** 0.5), (values, 1.0)):
                 tensor = source.walk.caches[name]
                 inputs[name] = np.zeros(tensor.shape, np.float32)
@@ -123,7 +123,7 @@ def _positions(slots: int, count: int) -> list[int]:
 
 def longest_cache(source: Shard) -> int:
     """Slots of the longest cache."""
-    return max(source.walk.caches[key].shape[axis] for (key, axis), _ in caches_of(source).values())
+    return max(source.walk.caches[key].shape[axis] for (key, axis), _ in cache_inputs(source).values())
 
 
 def allowed_difference(terms: int, position: int) -> float:
@@ -155,26 +155,26 @@ def _random_cache(
     return np.clip(codes, packing.lowest - zero_point, packing.highest - zero_point) * scale
 
 
-def visible_slots(source: Shard, inputs: Inputs) -> dict[str, KV]:
+def visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
     """By layer type, K and V up to the position, each [1, KV heads, position + 1, head_dim]."""
     slots = int(inputs[INPUT_POS][0]) + 1
 
     def seen(name: str, axis: int) -> torch.Tensor:
         return torch.from_numpy(np.moveaxis(inputs[name], axis, 2)[:, :, :slots])
 
-    return {kind: (seen(*keys), seen(*values)) for kind, (keys, values) in caches_of(source).items()}
+    return {kind: (seen(*keys), seen(*values)) for kind, (keys, values) in cache_inputs(source).items()}
 
 
-def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[Inputs]) -> list[Outputs]:
+def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[GraphInputs]) -> list[Outputs]:
     """What ``drafter``, float32 on the CPU, computes of each of ``steps``."""
     return [_reference_output(drafter, source, inputs) for inputs in steps]
 
 
 @torch.inference_mode()
-def _reference_output(drafter: MtpDrafter, source: Shard, inputs: Inputs) -> Outputs:
+def _reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
     position, kv = torch.from_numpy(inputs[INPUT_POS])[None].long(), visible_slots(source, inputs)
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
-    state = drafter.start(BaseState(Fed(position, position, hidden, {}, kv), position + 1, lambda _: embedding))
+    state = drafter.start(RoundStart(BaseOutput(position, position, hidden, {}, kv), position + 1, lambda _: embedding))
     logits, after = drafter.step(state, position)
     return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 

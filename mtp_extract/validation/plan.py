@@ -15,7 +15,7 @@ from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.options import BASE, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
 MOST_STEPS = 64
 """Of the drafter, in a round."""
@@ -84,14 +84,14 @@ class ValidationPlan:
         return self.directory, self.beside, self.source, self.prompts, *files_of(self.base)
 
     @property
-    def wanted(self) -> Mapping[str, Tree | AdaptiveDrafts]:
+    def wanted(self) -> Mapping[str, DraftTree | AdaptiveDrafts]:
         """The trees, and the chain that is adapted, by what to call them.
 
         Raises:
             MtpExtractError: one is none, or too large.
         """
         adaptive = AdaptiveDrafts(max(self.draft_steps, default=1))
-        return {text: adaptive if text == ADAPTIVE else Tree.parse(text) for text in self.trees}
+        return {text: adaptive if text == ADAPTIVE else DraftTree.parse(text) for text in self.trees}
 
     def wrong(self) -> Iterator[tuple[str, ...]]:
         """What was expected, and what to change."""

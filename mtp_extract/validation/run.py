@@ -20,7 +20,7 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import compare, figures, known, of_agreement, write_texts
+from mtp_extract.evaluation.agreement import acceptance_of, compare_acceptance, figures, known, write_texts
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
@@ -31,7 +31,7 @@ from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 from mtp_extract.validation.controls import draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
@@ -137,7 +137,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
     steps = sorted(set(plan.draft_steps))
     new_tokens = plan.new_tokens
     _use_threads(pair.base.width)
-    trees = [what for what in plan.wanted.values() if isinstance(what, Tree)]
+    trees = [what for what in plan.wanted.values() if isinstance(what, DraftTree)]
     for tree in trees:
         tree.require_tokens(pair.base.vocab_size)
     workloads = dict(Counter(prompt.workload for prompt in prompts))
@@ -165,9 +165,9 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
             known(alone.tokens_per_s),
             known(alone.forward_ms),
         )
-        before, parts = of_agreement(table[0]), written.workloads
+        before, parts = acceptance_of(table[0]), written.workloads
         for name, agreement in zip(pairs, table, strict=False):
-            after = of_agreement(agreement)
+            after = acceptance_of(agreement)
             validation.drafters.append(
                 DrafterFigures(
                     name,
@@ -176,8 +176,8 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
                     {workload: figures(agreement.of(rows)) for workload, rows in parts.items()},
                     {},
                     "",
-                    compare(before, after),
-                    {workload: compare(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
+                    compare_acceptance(before, after),
+                    {workload: compare_acceptance(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
                 )
             )
         # The drafts along the texts, of which trees are read off, stand behind the others.

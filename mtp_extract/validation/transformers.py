@@ -14,13 +14,13 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.extras import TRANSFORMERS, quiet_transformers, unusable
+from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES, quiet_transformers, why_unusable
 from mtp_extract.formats import format_of
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
-    Inputs,
+    GraphInputs,
     Outputs,
     apart,
     examined,
@@ -48,14 +48,16 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
     """
     if format_of(directory).name != "transformers":
         return Check("transformers", _WHAT, None, "this is asked of the transformers format only")
-    if why := unusable("transformers", "Gemma4AssistantForCausalLM"):
-        return Check("transformers", _WHAT, None, f"transformers: {why}; {TRANSFORMERS} works")
+    if why := why_unusable("transformers", "Gemma4AssistantForCausalLM"):
+        return Check("transformers", _WHAT, None, f"transformers: {why}; {TRANSFORMERS_RELEASES} works")
     check = examined("transformers", _WHAT, _examine, directory, drafter, source)
     version = str(sys.modules["transformers"].__version__)
-    if check.passed is False and not SpecifierSet(TRANSFORMERS).contains(version, prereleases=True):
+    if check.passed is False and not SpecifierSet(TRANSFORMERS_RELEASES).contains(version, prereleases=True):
         check = replace(check, passed=None, evidence=f"it is of no release that was tried: {check.evidence}")
     if check.passed is None:
-        return replace(check, evidence=f"transformers {escape(version)}: {check.evidence}; {TRANSFORMERS} works")
+        return replace(
+            check, evidence=f"transformers {escape(version)}: {check.evidence}; {TRANSFORMERS_RELEASES} works"
+        )
     return check
 
 
@@ -83,7 +85,7 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
 
 
 @torch.inference_mode()
-def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: Inputs) -> Outputs:
+def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
     """What transformers computes of ``inputs``."""
     # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
     kv = {

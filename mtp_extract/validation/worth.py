@@ -16,14 +16,14 @@ from torch import Tensor
 
 from mtp_extract.evaluation.agreement import Continuations, figure, known
 from mtp_extract.evaluation.intervals import over_texts, share_bounds
-from mtp_extract.evaluation.progress import Show, counted, silent
+from mtp_extract.evaluation.progress import Show, report_each, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, Round, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
-Place = tuple[int, int]
+TextPlace = tuple[int, int]
 """A text's number and the position of its pending token."""
 
 _WARM = 8  # new tokens, before times are taken
@@ -113,7 +113,7 @@ def measure_worth(
     """
     worth = {} if worth is None else worth
     prompts = {row: generation.prompt_tokens for row, generation in alone.texts.items()}
-    for name in counted(list(plans), show, "a few texts with drafts"):
+    for name in report_each(list(plans), show, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
             # With the costs of the longest chain: its rounds may not depend on the clock.
@@ -125,9 +125,9 @@ def measure_worth(
     return worth
 
 
-def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[Place, int]:
+def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[TextPlace, int]:
     """How many drafts of a round stand, by the place where it begins; arguments as of :func:`measure_worth`."""
-    if isinstance(what, Tree):
+    if isinstance(what, DraftTree):
         assert along is not None
         return {place: what.stands(row[: what.depth]) for place, row in _by_place(along, along.ranks)}
     stands = (agreement.drafts == agreement.targets).int().cumprod(1)[:, : depth_of(what)].sum(1, keepdim=True)
@@ -144,11 +144,11 @@ def depth_of(what: Drafts) -> int:
     """Most steps of the drafter a round."""
     if isinstance(what, int):
         return what
-    return what.depth if isinstance(what, Tree) else what.most
+    return what.depth if isinstance(what, DraftTree) else what.most
 
 
 def walked(
-    what: Drafts, stands: Mapping[Place, int], written: Continuations, new_tokens: int
+    what: Drafts, stands: Mapping[TextPlace, int], written: Continuations, new_tokens: int
 ) -> list[list[tuple[int, int]]]:
     """By text, the rounds of the greedy loop that draft anything, as (drafted, accepted).
 
@@ -174,7 +174,7 @@ def walked(
     return walks
 
 
-def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[Place, list[int]]]:
+def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[TextPlace, list[int]]]:
     return zip(zip(agreement.text.tolist(), agreement.anchor.tolist(), strict=True), rows.tolist(), strict=True)
 
 
@@ -189,7 +189,7 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
     verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
     return Worth(
         tree=None if isinstance(what, int) else name,
-        drafts=what.drafts if isinstance(what, Tree) else depth,
+        drafts=what.drafts if isinstance(what, DraftTree) else depth,
         depth=depth,
         rounds=rounds,
         drafted=sum(count for walk in walks for count, _ in walk),

@@ -15,12 +15,12 @@ from mtp_extract.checkpoint.weight import (
     ROW_STEP,
     Constant,
     Weight,
-    divided,
-    filled,
+    constant_weight,
     has_exact_steps,
     of_array,
     row_codes,
     row_ranges,
+    unfold_factor,
 )
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.pipeline.extraction import checkpoint_of
@@ -43,7 +43,7 @@ def test_constants(name: str) -> None:
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
             if not isinstance(weight, Constant) or weight.scheme is None:
                 continue
-            codes, stored = weight.codes(), divided(weight.source.floats().reshape(rows.shape), weight.factor)
+            codes, stored = weight.codes(), unfold_factor(weight.source.floats().reshape(rows.shape), weight.factor)
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
             np.testing.assert_array_equal(stored, rows, err_msg=role)
             for first, last in parts(weight):
@@ -62,9 +62,9 @@ def test_constants(name: str) -> None:
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
-    assert list(row_ranges(filled((37, 3)), elements=50)) == [(0, 16), (16, 32), (32, 37)]
-    assert list(row_ranges(filled((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
-    assert list(row_ranges(filled((5,)))) == [(0, 1)]
+    assert list(row_ranges(constant_weight((37, 3)), elements=50)) == [(0, 16), (16, 32), (32, 37)]
+    assert list(row_ranges(constant_weight((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
+    assert list(row_ranges(constant_weight((5,)))) == [(0, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,7 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.formats import EVERY
 from mtp_extract.options import check_values, whole_numbers
-from mtp_extract.pipeline.plan import Dtype, RuleName, WritingPlan
+from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
 from mtp_extract.tuning.plan import TuningPlan
 
 
@@ -143,8 +143,8 @@ def test_choices_are_those_of_the_library() -> None:
     assert set(get_args(hints["mode"])) == {*MODES, "ordered"}
     assert set(get_args(hints["objective"])) == set(OBJECTIVES)
     assert set(get_args(RuleName)) == set(RULES)
-    assert set(get_args(Dtype)) == {dtype for listed in EVERY.values() for dtype in listed.dtypes}
-    assert written["dtype"] == Dtype | None and written["quantize"] == RuleName | None
+    assert set(get_args(DtypeName)) == {dtype for listed in EVERY.values() for dtype in listed.dtypes}
+    assert written["dtype"] == DtypeName | None and written["quantize"] == RuleName | None
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from helpers.stepping import teacher_forced_by_stepping
 from torch import Tensor
 
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.protocol import BaseState, Fed
+from mtp_extract.drafter.protocol import BaseOutput, RoundStart
 from mtp_extract.errors import DrafterError, PairError
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
@@ -118,9 +118,9 @@ def test_it_computes_what_vllm_computes(flags: tuple[bool, ...]) -> None:
     previous = None
     for begin, end in ((0, 9), (9, 13)):
         part = {layer: state[:, begin:end] for layer, state in states.items()}
-        fed = Fed(text[:, begin:end], torch.arange(begin, end)[None], torch.empty(1, end - begin, 0), part)
+        fed = BaseOutput(text[:, begin:end], torch.arange(begin, end)[None], torch.empty(1, end - begin, 0), part)
         # As a base gives them: embeddings times the root of its width.
-        state = previous = head.start(BaseState(fed, torch.tensor([[end]]), lambda t: table[t] * wide**0.5, previous))
+        state = previous = head.start(RoundStart(fed, torch.tensor([[end]]), lambda t: table[t] * wide**0.5, previous))
         token, chosen, found = text[:, end : end + 1], [], []
         for _ in range(3):
             logits, state = head.step(state, token)
@@ -150,7 +150,7 @@ def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
     assert (at_once.drafts == stepping.drafts).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("drafts", [3, Tree.parse("2x2x1")], ids=str)
+@pytest.mark.parametrize("drafts", [3, DraftTree.parse("2x2x1")], ids=str)
 def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts: Drafts) -> None:
     """With drafts that are accepted and rejected in turn, the cache holds what the base verified, and nothing else."""
     head = random_head(head_config())

@@ -13,7 +13,7 @@ from helpers.signature import one_step
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, MtpDrafter
-from mtp_extract.drafter.protocol import BaseState, Fed
+from mtp_extract.drafter.protocol import BaseOutput, RoundStart
 from mtp_extract.formats.transformers import parse_config
 
 WINDOW_EDGE = (1, 5, 6, 7, 40)
@@ -124,8 +124,10 @@ def test_which_slots_a_query_sees(convention: Convention) -> None:
     sizes = {"full_attention": 12, "sliding_attention": 9}
     kv = {kind: torch.randn(1, of.num_kv_heads, sizes[kind], of.head_dim) for kind, of in config.kv_layers.items()}
     tokens = torch.arange(12)[None]
-    fed = Fed(tokens, tokens, torch.randn(1, 12, config.backbone_hidden_size), {}, {k: (v, v) for k, v in kv.items()})
-    state = drafter.start(BaseState(fed, torch.tensor([[8, 10]]), torch.nn.Identity()), convention)
+    fed = BaseOutput(
+        tokens, tokens, torch.randn(1, 12, config.backbone_hidden_size), {}, {k: (v, v) for k, v in kv.items()}
+    )
+    state = drafter.start(RoundStart(fed, torch.tensor([[8, 10]]), torch.nn.Identity()), convention)
     for layer, view in zip(config.layers, state.views, strict=True):
         groups = config.num_heads // layer.num_kv_heads
         assert view.bias is not None

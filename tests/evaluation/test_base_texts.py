@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.random_pairs import base_alone, random_base
 
-from mtp_extract.evaluation.agreement import base_texts, groups
+from mtp_extract.evaluation.agreement import continue_prompts, groups
 from mtp_extract.speculate.target import Base
 
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9), (2, 2), (5, 4, 3))
@@ -20,18 +20,18 @@ def base() -> Base:
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
     told: list[tuple[object, ...]] = []
-    found = base_texts(base, PROMPTS, new_tokens=20, batch=batch, show=lambda *so_far: told.append(so_far))
+    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, show=lambda *so_far: told.append(so_far))
     assert found == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
     batches = len(groups([0] * 5, batch))
     assert told == [("the base's text", done + 1, batches) for done in range(batches)]
-    assert base_texts(base, [], new_tokens=20, batch=batch) == []
+    assert continue_prompts(base, [], new_tokens=20, batch=batch) == []
 
 
 def test_a_text_ends_with_its_stop_token(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
     stop = whole[1][3]
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", stop)
-    found = base_texts(base, PROMPTS, new_tokens=20, batch=8)
+    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=8)
     assert found == [text[: text.index(stop) + 1] if stop in text else text for text in whole]
     assert len({len(text) for text in found}) > 1
 
@@ -39,7 +39,7 @@ def test_a_text_ends_with_its_stop_token(base: Base, monkeypatch: pytest.MonkeyP
 def test_the_same_prompt_is_drawn_anew_and_the_same_from_a_seed(base: Base) -> None:
     before = torch.random.get_rng_state()
     found, again = (
-        base_texts(base, [PROMPTS[2]] * 6, new_tokens=12, batch=2, temperature=1.0, seed=3) for _ in range(2)
+        continue_prompts(base, [PROMPTS[2]] * 6, new_tokens=12, batch=2, temperature=1.0, seed=3) for _ in range(2)
     )
     assert len(set(found)) == 6
     assert found == again

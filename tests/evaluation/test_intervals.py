@@ -22,11 +22,11 @@ from mtp_extract.evaluation.intervals import (
     LEAST_TEXTS,
     Interval,
     delta_bounds,
+    find_repeats,
     over_texts,
     ratio_bounds,
-    repeats,
     share_bounds,
-    student,
+    student_quantile,
     undecided,
 )
 
@@ -144,12 +144,12 @@ def test_more_hits_than_draws() -> None:
 def test_a_text_counts_once() -> None:
     tail = list(range(100, 148))
     texts = [[1, 2, 3], [1, 2, 3], [9, *tail], [8, 7, *tail], tail[1:], [1, 2], [3, 2, *tail[1:], 0]]
-    assert repeats(texts) == {1, 3}
-    assert repeats([]) == frozenset()
+    assert find_repeats(texts) == {1, 3}
+    assert find_repeats([]) == frozenset()
 
 
 def test_student_against_printed_values() -> None:
     for freedom, t in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (30, 2.0423), (1000, 1.9623)):
-        assert student(0.95, freedom) == pytest.approx(t, abs=5e-5)
-    assert student(0.99, 5) == pytest.approx(4.0321, abs=5e-5)
+        assert student_quantile(0.95, freedom) == pytest.approx(t, abs=5e-5)
+    assert student_quantile(0.99, 5) == pytest.approx(4.0321, abs=5e-5)
     assert doctest.testmod(intervals).failed == 0

@@ -12,16 +12,16 @@ from helpers.beside import beside
 from helpers.random_pairs import PROMPTS, random_base, random_drafter
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.evaluation.agreement import (
+    Acceptance,
     Change,
-    Measured,
-    compare,
-    difference_over_texts,
+    acceptance_of,
+    compare_acceptance,
+    compare_rounds,
+    estimate_difference,
+    estimate_share,
     figures,
-    of_agreement,
-    saving,
-    share_over_texts,
 )
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, share_bounds
@@ -29,7 +29,7 @@ from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.rounds import measured as measured_of
+from mtp_extract.tuning.rounds import measure_acceptance as measured_of
 
 K = 3
 
@@ -52,10 +52,10 @@ def text_of(result: Generation) -> Text:
 @pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
 def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, convention: Convention) -> None:
     loaded = load_base(str(base), "cpu")
-    drafter = Altered(load_drafter(extracted), convention)
+    drafter = FaultyDrafter(load_drafter(extracted), convention)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     results = [generator.generate(prompt, max_new_tokens=50, drafts=K) for prompt in PROMPTS]
-    measured = of_agreement(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
+    measured = acceptance_of(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
     for index, result in enumerate(results):
         accepted, own = whole_rounds(result), measured.of([index])
         assert (own.advance[own.begins == 1] - 1).tolist() == accepted
@@ -76,9 +76,9 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     texts = [text_of(one) for one in results]
     plan = TuningPlan(None, "base", draft_steps=K, temperature=temperature, batch=64)
     measured = measured_of(beside(plan, generator.base, drafter), drafter, texts)
-    blind = Measured.over(measured.text, measured.anchor, measured.stands)
+    blind = Acceptance.over(measured.text, measured.anchor, measured.stands)
 
-    def apart(found: Measured) -> torch.Tensor:
+    def apart(found: Acceptance) -> torch.Tensor:
         return taken - torch.stack([found.begins[found.text == index].sum() for index in range(len(texts))])
 
     assert 10 < float(taken.mean()) < 20
@@ -101,18 +101,18 @@ def test_a_walk_by_hand() -> None:
     accepted = torch.randint(K + 1, (sum(lengths),), generator=generator)
     text = torch.arange(3).repeat_interleave(torch.tensor(lengths))
     stands = (accepted[:, None] > torch.arange(K)).double()
-    measured = Measured.over(text, torch.arange(len(text)) + 5, stands)
+    measured = Acceptance.over(text, torch.arange(len(text)) + 5, stands)
     rows = [accepted[text == index].tolist() for index in range(3)]
     assert measured.begins.tolist() == [begin for row in rows for begin in naive(row)]
     assert measured.advance.tolist() == (1 + accepted).tolist()
-    assert Measured.over(text[:0], text[:0], stands[:0]).rounds == 0
+    assert Acceptance.over(text[:0], text[:0], stands[:0]).rounds == 0
 
 
 def test_half_a_chance_is_half_a_round() -> None:
     """One draft that stands every other time: after a round of one token or two, two rounds of three anchors."""
     along = torch.tensor([[0.5], [0.0], [1.0]])
     text = torch.zeros(3, dtype=torch.long)
-    measured = Measured.over(text, torch.arange(3), torch.ones(3, 1), along)
+    measured = Acceptance.over(text, torch.arange(3), torch.ones(3, 1), along)
     assert measured.begins.tolist() == [1, 0.5, 1]
     assert measured.tokens_per_round == (1.5 + 0.5 + 2) / 2.5
 
@@ -121,16 +121,16 @@ def test_more_drafts_may_stand_in_more_rounds() -> None:
     """What is gained where no round begins is nothing gained."""
     text, anchor = torch.arange(20).repeat_interleave(10), torch.arange(200) % 10
     even, two = (anchor % 2 == 0)[:, None], torch.ones(200, 2, dtype=torch.double)
-    before = Measured.over(text, anchor, two * even * torch.tensor([1, 0]))
-    after = Measured.over(text, anchor, two * ~even)
-    assert surely(compare(before, after).interval) == 1
+    before = Acceptance.over(text, anchor, two * even * torch.tensor([1, 0]))
+    after = Acceptance.over(text, anchor, two * ~even)
+    assert surely(compare_acceptance(before, after).interval) == 1
     assert (before.rounds, after.rounds) == (5 * 20, 6 * 20)
-    found = saving(before, after)
+    found = compare_rounds(before, after)
     assert (round(found.ratio, 3), surely(found.interval, 1)) == (0.833, -1)
-    assert surely(saving(after, before).interval, 1) == 1
-    same = saving(before, before)
+    assert surely(compare_rounds(after, before).interval, 1) == 1
+    same = compare_rounds(before, before)
     assert (same.ratio, same.interval) == (1, (1, 1))
-    assert saving(before.of([0, 1]), after.of([0, 1])).interval is None
+    assert compare_rounds(before.of([0, 1]), after.of([0, 1])).interval is None
 
 
 def test_differences_by_hand() -> None:
@@ -138,12 +138,12 @@ def test_differences_by_hand() -> None:
     text, anchor = torch.tensor([0, 0, 1, 1]), torch.arange(4)
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
 
-    def of(drafts: list[list[int]]) -> Measured:
-        return of_agreement(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).long()))
+    def of(drafts: list[list[int]]) -> Acceptance:
+        return acceptance_of(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).long()))
 
     before, after = of([[1, 9], [9, 2], [1, 2], [1, 2]]), of([[1, 2], [9, 2], [1, 9], [9, 9]])
     assert before.teacher_forced == pytest.approx(1 + (1 + 0 + 2) / 3)
-    assert compare(before, after).mean == pytest.approx((1 + 0 - 1) / 3)
+    assert compare_acceptance(before, after).mean == pytest.approx((1 + 0 - 1) / 3)
 
 
 def test_an_interval_stays_within_what_can_be() -> None:
@@ -161,7 +161,9 @@ def test_what_too_few_texts_compare_is_not_decided() -> None:
     found = {}
     for count in (2, 24):
         text = torch.arange(count).repeat_interleave(24 // count)
-        found[count] = compare(*(Measured.over(text, torch.arange(24), stands) for stands in (before, after)))
+        found[count] = compare_acceptance(
+            *(Acceptance.over(text, torch.arange(24), stands) for stands in (before, after))
+        )
     assert found[2] == Change(-2, None, 2)
     assert surely(found[24].interval) == -1
 
@@ -169,11 +171,11 @@ def test_what_too_few_texts_compare_is_not_decided() -> None:
 def test_an_interval_of_a_mean_is_over_texts() -> None:
     """One value a text is one draw a text, and the same value many times in a text says no more than once."""
     values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
-    found = share_over_texts(torch.arange(6), values)
+    found = estimate_share(torch.arange(6), values)
     interval = over_texts(share_bounds, values.tolist(), [1] * 6)
     assert interval is not None and found == Figure(3.5 / 6, 6, list(interval))
-    repeated = share_over_texts(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
+    repeated = estimate_share(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
     assert repeated.ci95 == pytest.approx(found.ci95, abs=0.08)
-    assert share_over_texts(torch.arange(4).repeat_interleave(5), torch.ones(20)) == Figure(1, 20, None)
-    gap = difference_over_texts(torch.arange(6), values - 0.5)
+    assert estimate_share(torch.arange(4).repeat_interleave(5), torch.ones(20)) == Figure(1, 20, None)
+    gap = estimate_difference(torch.arange(6), values - 0.5)
     assert gap == over_texts(delta_bounds, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)

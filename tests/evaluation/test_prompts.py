@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, divided, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, split_of, split_prompts
 from mtp_extract.tuning.plan import TuningPlan
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
@@ -124,7 +124,7 @@ def test_refused(tmp_path: Path, name: str) -> None:
 def test_absent_and_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MtpExtractError, match="No such file"):
         read_prompts(tmp_path / "absent.txt")
-    monkeypatch.setattr("mtp_extract.evaluation.prompts.LARGEST", 10)
+    monkeypatch.setattr("mtp_extract.evaluation.prompts.LARGEST_PROMPTS_FILE", 10)
     with pytest.raises(MtpExtractError, match="expected at most 10 bytes, found 11"):
         read_prompts(written(tmp_path / "x.txt", "a" * 11))
 
@@ -173,10 +173,10 @@ def test_prompts_of_one_source_are_told_what_a_source_does(tmp_path: Path) -> No
     rows = "\n".join(json.dumps({"prompt": f"question {number}", "source": "wiki"}) for number in range(200))
     plan = TuningPlan(Path("drafter"), "base", prompts=written(tmp_path / "x.jsonl", rows))
     with pytest.raises(MtpExtractError, match=r"found 200 prompts of 1 source, .*leave `source` out\.$"):
-        divided(plan)
+        split_prompts(plan)
     few = TuningPlan(Path("drafter"), "base", prompts=written(tmp_path / "few.txt", "a\nb\nc"))
     with pytest.raises(MtpExtractError, match=r"found 3 prompts of 3 sources, .* Give more\.$"):
-        divided(few)
+        split_prompts(few)
 
 
 def test_equal_prompts_have_one_key() -> None:
@@ -210,7 +210,7 @@ def alike(text: str) -> frozenset[tuple[str, ...]]:
 
 def test_enough_shipped_prompts_are_held_out() -> None:
     """For the default of a training: 30 held out and 5 of every workload, with some to spare for what repeats."""
-    sides = Counter((side_of(prompt.source), prompt.workload) for prompt in shipped_prompts())
+    sides = Counter((split_of(prompt.source), prompt.workload) for prompt in shipped_prompts())
     for name in WORKLOADS:
         assert sides[HELD_OUT, name] >= 8
         assert sides[WATCHED, name] >= 4

@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, arrange
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
 from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
 from mtp_extract.checkpoint.gguf_file import read_gguf
-from mtp_extract.checkpoint.weight import Steps, Weight, filled, of_codes, row_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, constant_weight, of_codes, row_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.formats.gguf import _base_of, _name_parts
@@ -147,7 +147,7 @@ CONFIGS = [
 
 
 def checkpoint(shape: DrafterConfig) -> Checkpoint:
-    tensors = {role.name: filled(size, 0.5) for role, size in shapes_of(shape).items()}
+    tensors = {role.name: constant_weight(size, 0.5) for role, size in shapes_of(shape).items()}
     return Checkpoint("gemma4-mtp", shape, tensors, "f32")
 
 

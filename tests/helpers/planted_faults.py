@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.mtp import LITERT, Altered, MtpDrafter, MtpState
-from mtp_extract.drafter.protocol import BaseState
+from mtp_extract.drafter.mtp import LITERT, FaultyDrafter, MtpDrafter, MtpState
+from mtp_extract.drafter.protocol import RoundStart
 from mtp_extract.speculate.target import Base
 
 Engine = Callable[[MtpDrafter, Base], Any]
@@ -25,13 +25,13 @@ class _Handing:
     """A drafter that is handed a changed state of its base."""
 
     def __init__(
-        self, drafter: MtpDrafter, change: Callable[[BaseState], BaseState], layers: tuple[int, ...] = ()
+        self, drafter: MtpDrafter, change: Callable[[RoundStart], RoundStart], layers: tuple[int, ...] = ()
     ) -> None:
         self.drafter, self.change = drafter, change
         self.needs = dataclasses.replace(drafter.needs, layers=layers)
         self.step: Callable[[Any, Tensor], Any] = drafter.step
 
-    def start(self, base: BaseState) -> Any:
+    def start(self, base: RoundStart) -> Any:
         return self.drafter.start(self.change(base), LITERT)
 
 
@@ -47,7 +47,7 @@ def _no_state(drafter: MtpDrafter, base: Base) -> Any:
 def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
     last: dict[str, Any] = {}
 
-    def change(state: BaseState) -> BaseState:
+    def change(state: RoundStart) -> RoundStart:
         if not int(state.fed.positions[0, 0]):
             last["before"] = last.get("now")
         last["now"] = state.fed.shared_kv
@@ -62,7 +62,7 @@ def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
 
 
 def _unscaled(drafter: MtpDrafter, base: Base) -> Any:
-    def change(state: BaseState) -> BaseState:
+    def change(state: RoundStart) -> RoundStart:
         return dataclasses.replace(state, embed=lambda tokens: state.embed(tokens) / base.width**0.5)
 
     return _Handing(drafter, change)
@@ -83,13 +83,13 @@ def _no_scalars(drafter: MtpDrafter, base: Base) -> Any:
 
 
 def _late_query(drafter: MtpDrafter, base: Base) -> Any:
-    return Altered(drafter, dataclasses.replace(LITERT, position_offset=LITERT.position_offset + 1))
+    return FaultyDrafter(drafter, dataclasses.replace(LITERT, position_offset=LITERT.position_offset + 1))
 
 
 def _early(drafter: MtpDrafter, base: Base) -> Any:
     layer = base.num_layers - 1
 
-    def change(state: BaseState) -> BaseState:
+    def change(state: RoundStart) -> RoundStart:
         fed = dataclasses.replace(state.fed, hidden=state.fed.layers[layer])
         return dataclasses.replace(state, fed=fed)
 
@@ -113,7 +113,7 @@ def _stale(drafter: MtpDrafter, base: Base) -> Any:
     """Of the round before: what was written since then is not seen."""
     seen: dict[str, Any] = {}
 
-    def start(state: BaseState) -> MtpState:
+    def start(state: RoundStart) -> MtpState:
         now, first = int(state.positions), not int(state.fed.positions[0, 0])
         before = now if first else seen["position"]
         seen["position"] = now

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_extract.drafter.protocol import BaseState, Drafter
+from mtp_extract.drafter.protocol import Drafter, RoundStart
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, targets
+from mtp_extract.speculate.teacher import Agreement, Text, targets_of
 
 
 @torch.inference_mode()
@@ -30,9 +30,9 @@ def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) 
     previous = None
     for anchor in text.anchors:
         position = torch.tensor([[anchor]])
-        aim = targets([text], position, steps)
+        aim = targets_of([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
-        state = drafter.start(BaseState(fed, position.to(base.device), base.embed, previous))
+        state = drafter.start(RoundStart(fed, position.to(base.device), base.embed, previous))
         previous = state
         drafts, ranks, token = [], [], pending
         for target in aim.unbind(-1):

@@ -20,9 +20,9 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insertion import comparison
-from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, judge
+from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, compare_slots
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
-from mtp_extract.insertion.slots import Match, Place, Slot, match_roles
+from mtp_extract.insertion.slots import Location, Match, Slot, match_roles
 
 Floats = npt.NDArray[np.float32]
 Moves = Callable[[Floats, Floats], Floats]
@@ -51,15 +51,15 @@ MOVES: dict[str, Moves] = {
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[dict[str, Place]]:
+def places() -> Iterator[dict[str, Location]]:
     """Matrices with zero points, in blocks, in 2, 4 and 8 bits, with a factor folded in."""
-    found: dict[str, Place] = {}
+    found: dict[str, Location] = {}
     with ExitStack() as stack:
         for name in ("torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_static8_mix48_kv8"):
             drafter = stack.enter_context(open_bundle(variant(name))).drafter()
             for role in drafter.walk.roles:
                 if role.tensor is not None and len(role.shape) == 2:
-                    place = Place(drafter.model, role)
+                    place = Location(drafter.model, role)
                     constant = place.constant
                     assert constant is not None
                     storage = constant.source.storage
@@ -69,7 +69,7 @@ def places() -> Iterator[dict[str, Place]]:
         yield found
 
 
-def weight_of(place: Place) -> Weight:
+def weight_of(place: Location) -> Weight:
     assert place.constant is not None
     return place.constant
 
@@ -77,7 +77,7 @@ def weight_of(place: Place) -> Weight:
 def judged(*slots: Slot) -> RoleVerdict:
     """Of one role that all of them hold."""
     shape, places = slots[0].new.shape, tuple(place for slot in slots for place in slot.places)
-    (verdict,) = judge([Match("role", None, shape, places, list(slots), "")])
+    (verdict,) = compare_slots([Match("role", None, shape, places, list(slots), "")])
     return verdict
 
 
@@ -92,7 +92,7 @@ def by_number(slot: Slot, step: Floats) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("name", MOVES)
 def test_one_pass_finds_what_number_by_number_finds(
-    places: dict[str, Place], name: str, monkeypatch: pytest.MonkeyPatch
+    places: dict[str, Location], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparison, "_ELEMENTS", 1000)
     assert len(places) > 5
@@ -116,7 +116,7 @@ def test_one_pass_finds_what_number_by_number_finds(
 
 
 @pytest.fixture
-def tables(places: dict[str, Place], tmp_path: Path) -> list[Slot]:
+def tables(places: dict[str, Location], tmp_path: Path) -> list[Slot]:
     """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
     shape = next(place.found.shape for place in places.values() if place.found.shape[1] % 32 == 0)
     chosen = [place for place in places.values() if place.found.shape == shape]

@@ -15,7 +15,7 @@ from helpers.killing import killed_everywhere
 
 from mtp_extract.errors import OutputError
 from mtp_extract.io import threads
-from mtp_extract.io.place import Listed, check_place, files_of, listing, staged
+from mtp_extract.io.place import OwnFiles, check_place, files_of, listing, staged
 from mtp_extract.io.threads import Interrupted
 
 LISTED = listing("record.json", {"record.json", "weights", "codes/codes"})
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
     return fill(tmp_path / "here" / "x", OLD)
 
 
-def refused(place: Path, match: str, *inputs: object, listed: Listed | None = LISTED) -> None:
+def refused(place: Path, match: str, *inputs: object, listed: OwnFiles | None = LISTED) -> None:
     """Refused before any work and when written, with nothing changed."""
     before = held(place) if place.is_dir() else place.exists() and place.read_bytes()
     with pytest.raises(OutputError, match=match):
@@ -153,7 +153,7 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Interrupted])
 @pytest.mark.parametrize(("name", "listed"), [("x", LISTED), ("new", LISTED), ("file", None)])
 def test_a_failure_leaves_the_old_and_nothing_else(
-    place: Path, error: type[BaseException], name: str, listed: Listed | None, monkeypatch: pytest.MonkeyPatch
+    place: Path, error: type[BaseException], name: str, listed: OwnFiles | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so does a signal that came and was lost."""
     with pytest.raises(error), staged(place.parent / name, overwrite=True, listed=listed) as stage:
@@ -180,7 +180,7 @@ def test_a_signal_between_two_steps_puts_the_old_one_back(place: Path, monkeypat
 
 
 @pytest.mark.parametrize("listed", [LISTED, None])
-def test_a_place_that_is_taken_meanwhile(tmp_path: Path, listed: Listed | None) -> None:
+def test_a_place_that_is_taken_meanwhile(tmp_path: Path, listed: OwnFiles | None) -> None:
     target = tmp_path / "x"
     with pytest.raises(OutputError, match="exists"), staged(target, overwrite=False, listed=listed) as stage:
         fill(stage, NEW) if listed else stage.write_bytes(b"new")

@@ -17,7 +17,7 @@ from seam import verify, verify_against
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
-from mtp_extract.checkpoint.weight import filled
+from mtp_extract.checkpoint.weight import constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import files_in
@@ -190,7 +190,7 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 
     def wrong(self: Any, arranged: Any) -> Any:
         role = "layers.1.q_norm"
-        other = replace(arranged.kept[role], weight=filled(arranged.kept[role].weight.shape))
+        other = replace(arranged.kept[role], weight=constant_weight(arranged.kept[role].weight.shape))
         return right(self, replace(arranged, kept={**arranged.kept, role: other}))
 
     monkeypatch.setattr(litert.FORMAT.__class__, "files", wrong)

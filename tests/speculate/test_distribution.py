@@ -16,7 +16,7 @@ from mtp_extract.speculate import loop
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.sampling import Sampling
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
 SAMPLES, LENGTH = 1000, 4
 SAMPLING = Sampling(temperature=1.1, top_k=3, top_p=0.95)
@@ -79,7 +79,7 @@ def p_value(kind: str, drafts: Drafts) -> float:
     return chi_square(observed, [share / total for share in expected])[1]
 
 
-@pytest.mark.parametrize("drafts", [3, Tree.parse("3x2"), AdaptiveDrafts(most=3, cost_ratio=0.05)], ids=str)
+@pytest.mark.parametrize("drafts", [3, DraftTree.parse("3x2"), AdaptiveDrafts(most=3, cost_ratio=0.05)], ids=str)
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_sampled_text_has_the_distribution_of_the_base(kind: str, drafts: Drafts) -> None:
     assert p_value(kind, drafts) > 1e-3

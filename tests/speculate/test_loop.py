@@ -13,16 +13,16 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import mtp_extract
-from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, FaultyDrafter
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
 TOKENS = 80
 """Generated in most tests: five windows of the trained base."""
 
-TREE = Tree.parse("3x2x2x1")
+TREE = DraftTree.parse("3x2x2x1")
 ADAPTIVE = AdaptiveDrafts(most=8, cost_ratio=0.05)
 
 
@@ -39,7 +39,11 @@ def test_greedy_text_is_the_base_s_own(pair: Pair, drafts: Drafts) -> None:
         assert result.tokens[1:] == tuple(token for r in result.rounds for token in r.tokens)
         assert all(r.draft_ms >= 0 < r.verify_ms for r in result.rounds) and result.prefill_ms > 0
         lengths |= {r.drafted for r in result.rounds[:-8]}
-    assert len(lengths) > 1 if drafts == ADAPTIVE else lengths == {drafts.depth if isinstance(drafts, Tree) else drafts}
+    assert (
+        len(lengths) > 1
+        if drafts == ADAPTIVE
+        else lengths == {drafts.depth if isinstance(drafts, DraftTree) else drafts}
+    )
 
 
 BASES: dict[str, dict[str, Any]] = {
@@ -70,7 +74,7 @@ def test_acceptance_of_the_sample(pair: Pair, convention: Any) -> None:
 
     Its base is quantized and its text differs a little; transformers' own loop over this base gives 0.675.
     """
-    generator = SpeculativeGenerator(pair.base, Altered(pair.drafter, convention), pair.tokenizer)
+    generator = SpeculativeGenerator(pair.base, FaultyDrafter(pair.drafter, convention), pair.tokenizer)
     prompt = pair.prompts()[0]
     assert pair.tokenizer.decode(prompt[1:]) == "class Foo(object):"
     result = generator.generate(prompt, max_new_tokens=256 - len(prompt), drafts=3)
@@ -97,7 +101,7 @@ def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any)
             candidates, _ = theirs.get_candidates(known, kwargs, out, is_first_iteration=False, n_last_matches=0)
         expected = candidates[0, known.shape[1] :].tolist()
         text = Text((*known[0].tolist(), 0), len(prompt))
-        ours = teacher_forced(pair.generator.base, Altered(pair.drafter, TRANSFORMERS), [text], 5)
+        ours = teacher_forced(pair.generator.base, FaultyDrafter(pair.drafter, TRANSFORMERS), [text], 5)
         seen.append(ours.drafts.tolist()[0])
         assert seen[-1] == expected
     assert len({tuple(drafts) for drafts in seen}) > 2
@@ -105,7 +109,7 @@ def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any)
 
 def test_sampled_text_is_that_of_its_seed(pair: Pair) -> None:
     prompt = pair.prompts()[0]
-    for drafts in (3, Tree.parse("2x1")):
+    for drafts in (3, DraftTree.parse("2x1")):
         made = [
             pair.generator.generate(prompt, max_new_tokens=30, temperature=1.0, seed=seed, drafts=drafts).tokens
             for seed in (7, 7, 8, -5)
@@ -117,7 +121,7 @@ def test_sampled_text_is_that_of_its_seed(pair: Pair) -> None:
 def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
     """As in transformers: with n tokens left to generate at most n - 1 are drafted."""
     prompt = pair.prompts()[0]
-    for drafts in (5, Tree.parse("1x1x1x1x1")):
+    for drafts in (5, DraftTree.parse("1x1x1x1x1")):
         for tokens in (1, 2, 3):  # the first comes with the prompt
             result = pair.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts)
             assert len(result.tokens) == tokens
@@ -127,7 +131,7 @@ def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
                 left -= len(r.tokens)
 
 
-@pytest.mark.parametrize("drafts", [4, Tree.parse("2x1x1x1")], ids=str)
+@pytest.mark.parametrize("drafts", [4, DraftTree.parse("2x1x1x1")], ids=str)
 def test_a_stop_token_ends_the_text_wherever_it_falls(
     pair: Pair, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.sampling import Sampling, draw, judge
+from mtp_extract.speculate.sampling import Sampling, accept_drafts, draw
 
 ROUNDS, DRAFTS = 5_000, 2
 CALM = 1e-3  # the p-value that a right rule stays above; seeds are fixed
@@ -33,7 +33,7 @@ def test_acceptance_is_one_minus_the_distance() -> None:
     p, q = toy()
     random = torch.Generator().manual_seed(3)
     drafts = draw(q[0].expand(ROUNDS, -1), random)[:, None]
-    held = sum(int(judge(p[:2], one, [q[:1]], random)[0]) for one in drafts) / ROUNDS
+    held = sum(int(accept_drafts(p[:2], one, [q[:1]], random)[0]) for one in drafts) / ROUNDS
     assert held == pytest.approx(float(torch.minimum(p[0], q[0]).sum()), abs=0.025)
 
 
@@ -41,7 +41,7 @@ def test_equal_distributions_accept_everything() -> None:
     p, _ = toy()
     rows = [row[None] for row in p[:DRAFTS]]
     for seed in range(50):
-        accepted, _ = judge(p, torch.tensor([2, 3]), rows, torch.Generator().manual_seed(seed))
+        accepted, _ = accept_drafts(p, torch.tensor([2, 3]), rows, torch.Generator().manual_seed(seed))
         assert int(accepted) == DRAFTS
 
 

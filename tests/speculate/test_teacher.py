@@ -10,7 +10,7 @@ import torch
 from helpers.random_pairs import Pair, random_base, random_drafter
 from helpers.stepping import teacher_forced_by_stepping
 
-from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.errors import PairError
 from mtp_extract.speculate import teacher
 from mtp_extract.speculate.target import Base
@@ -37,7 +37,7 @@ def test_batched_is_stepping(
     pair: Pair, texts: list[Text], convention: Convention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = pair.generator.base
-    args = (base, Altered(pair.drafter, convention), texts, STEPS)
+    args = (base, FaultyDrafter(pair.drafter, convention), texts, STEPS)
     batched = teacher_forced(*args)
     assert_same(batched, teacher_forced_by_stepping(*args))
     assert len(batched.anchor) == sum(len(text.anchors) for text in texts)

@@ -13,12 +13,12 @@ from helpers.random_pairs import random_base, random_drafter
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.trees import Tree
+from mtp_extract.speculate.trees import DraftTree
 
-TREE = Tree.parse("3x2x2")
+TREE = DraftTree.parse("3x2x2")
 
 
-def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     """Of every node, the ranks on the way to it, level by level."""
     levels = (itertools.product(*map(range, tree.widths[:depth])) for depth in range(tree.depth + 1))
     return list(itertools.chain.from_iterable(levels))
@@ -28,31 +28,31 @@ PATHS = paths_of(TREE)
 
 
 def test_a_tree_by_its_widths() -> None:
-    tree = Tree.parse("3x2x1")
+    tree = DraftTree.parse("3x2x1")
     assert (tree.drafts, tree.depth, tree.width) == (3 + 6 + 6, 3, 3)
     assert tree.parents == [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]
-    assert tree.to_depth(2) == Tree.parse("3x2")
+    assert tree.to_depth(2) == DraftTree.parse("3x2")
     assert tree.to_depth(9) == tree
-    assert Tree.parse("1x1").sees == [[True, False, False], [True, True, False], [True, True, True]]
+    assert DraftTree.parse("1x1").sees == [[True, False, False], [True, True, False], [True, True, True]]
 
 
 @pytest.mark.parametrize("text", ["", "x", "2x", "0x1", "-1", "2.5", "2x2x2x2x2x2x2x2x2x2x2", "1025", "٣", "9" * 30])
 def test_other_notations(text: str) -> None:
     with pytest.raises(MtpExtractError, match="expected a tree"):
-        Tree.parse(text)
+        DraftTree.parse(text)
 
 
 def test_what_stands_follows_the_ranks() -> None:
     ranks = ([], [1], [3], [0, 2], [2, 1, 2], [2, 1, 1, 0], [-1])
     assert [TREE.stands(row) for row in ranks] == [0, 1, 0, 1, 2, 3, 0]
-    chain = Tree.parse("1x1x1")
+    chain = DraftTree.parse("1x1x1")
     assert [chain.stands(ranks) for ranks in ([0, 0, 0], [0, 1, 0], [0, -1, -1])] == [3, 1, 1]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-@pytest.mark.parametrize("tree", [Tree.parse("1x1x1"), TREE], ids=["chain", "wide"])
-def test_a_tree_holds_the_drafter_s_choices(kind: str, tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", [DraftTree.parse("1x1x1"), TREE], ids=["chain", "wide"])
+def test_a_tree_holds_the_drafter_s_choices(kind: str, tree: DraftTree, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every draft: the choice of its rank, where the drafter goes the way to it alone."""
     drafter: Any = random_drafter(random_base()) if kind == "mtp" else random_head(head_config())
     generator, states, fed = SpeculativeGenerator(random_base(), drafter), list[Any](), list[list[int]]()

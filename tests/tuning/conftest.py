@@ -30,10 +30,10 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus, ordered, pair, rounds
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, side_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, split_of
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.train import Progress, train
+from mtp_extract.tuning.train import TrainingProgress, train
 
 Plans = Callable[..., TuningPlan]
 """Makes the plan of a result's place and of changes."""
@@ -74,7 +74,7 @@ class Tiny:
         evaluations: int = 4,
         anchors: int = 4,
         **changes: Any,
-    ) -> tuple[Latents, Progress]:
+    ) -> tuple[Latents, TrainingProgress]:
         """Train into ``folder``, or go on there."""
         folder.mkdir(exist_ok=True)
         asked: dict[str, Any] = {"steps": 12, "batch": 3} | changes
@@ -91,7 +91,7 @@ class Tiny:
 
 def trained(
     plan: TuningPlan, base: Base, drafter: Network, latents: Latents, *texts: Any, stop: Any = bool
-) -> Progress:
+) -> TrainingProgress:
     """Trained without a directory: on kinds of texts, watched beside other ``texts``, and a base that is loaded."""
     more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": silent}
     return train(beside(plan, base, drafter, **more), Corpus(*texts, (), 0), latents, silent, stop)
@@ -139,7 +139,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 def on_sides(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]]:
     """Of each side, the first so many of the ``sources`` that are on it."""
     every = list(sources)
-    chosen = [[source for source in every if side_of(source) == side][:count] for side, count in sides.items()]
+    chosen = [[source for source in every if split_of(source) == side][:count] for side, count in sides.items()]
     assert [*map(len, chosen)] == [*sides.values()]
     return chosen
 

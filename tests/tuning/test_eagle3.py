@@ -30,10 +30,10 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning import loss, rounds
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_of, new_head, shape_of, state_sizes
+from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_config, head_of, new_head, state_sizes
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.rounds import Batch, Rounds, States, measured
+from mtp_extract.tuning.rounds import Batch, Rounds, States, measure_acceptance
 from mtp_extract.tuning.run import run_tuning
 
 from .conftest import Plans, trained
@@ -76,7 +76,7 @@ def test_states_begin_alike() -> None:
         base.model.get_input_embeddings().weight[7] *= 1000
     tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0)).index_fill(1, torch.tensor(0), 7)
     texts = [Text(tuple(tokens[0].tolist()), 1)]
-    config = shape_of(base.config, 32, None)
+    config = head_config(base.config, 32, None)
     sizes = state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     checkpoint = untrained(base, 32, texts)
@@ -125,13 +125,13 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
         return logits(hidden)
 
     monkeypatch.setattr(base, "logits", counted)
-    before = measured(pair := beside(plan, base, head), head, texts)
+    before = measure_acceptance(pair := beside(plan, base, head), head, texts)
     latents = Latents(checkpoint, MODES["eagle3"])
     found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
     assert 0 < max(sizes) <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measured(pair, load_any(latents.tuned(found.results)), texts)
+    after = measure_acceptance(pair, load_any(latents.tuned(found.results)), texts)
     assert after.teacher_forced > before.teacher_forced + 0.2
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtp_extract.tuning.loss import OBJECTIVES, Rows, gradient_of
+from mtp_extract.tuning.loss import OBJECTIVES, TrainingRows, compute_gradient
 
 ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
 
@@ -51,8 +51,8 @@ def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: fl
         return given["base"][positions]
 
     aims = (given["where"], given["base"].argmax(-1), logits, WEIGHT, given["choosing"])
-    rows = Rows(*aims, OBJECTIVES[name], cap, temperature)
-    found = gradient_of(rows, given["states"], given["head"], at_once)
+    rows = TrainingRows(*aims, OBJECTIVES[name], cap, temperature)
+    found = compute_gradient(rows, given["states"], given["head"], at_once)
     if name != "ce" and at_once > ROWS * VOCABULARY:
         positions = torch.cat(asked)
         assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
@@ -109,6 +109,6 @@ def test_nothing_of_the_rows_size_exists() -> None:
     aimed = torch.arange(rows), torch.zeros(rows, dtype=torch.long), lambda positions: base[0 * positions]
     with Watching():
         for objective in OBJECTIVES.values():
-            counted = Rows(*aimed, 1.0, torch.ones(rows, dtype=torch.bool), objective, 30.0)
-            gradient_of(counted, states, head, 20 * VOCABULARY)
+            counted = TrainingRows(*aimed, 1.0, torch.ones(rows, dtype=torch.bool), objective, 30.0)
+            compute_gradient(counted, states, head, 20 * VOCABULARY)
     assert 20 * VOCABULARY <= largest <= rows * WIDTH

@@ -28,7 +28,15 @@ from mtp_extract.evaluation.agreement import Change
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.tuning import ordered
-from mtp_extract.tuning.ordered import Used, build_head, cluster_of, learn_centroids, least_top_k, ranks, refusals
+from mtp_extract.tuning.ordered import (
+    HeadSample,
+    build_head,
+    cluster_of,
+    head_refusals,
+    learn_centroids,
+    least_top_k,
+    ranks,
+)
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
 from mtp_extract.validation.transformers import check_transformers
@@ -132,7 +140,7 @@ def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(24, (64,), generator=generator)
     for states in (torch.randn(64, 6, generator=generator), torch.zeros(64, 6)):
-        some = [Used(states, choices, torch.arange(64))]
+        some = [HeadSample(states, choices, torch.arange(64))]
         for head in (torch.zeros(24, 6), torch.ones(24, 6)):
             ordering, centroids, _ = build_head(head, some, some, 6, 4, 0)
             assert torch.equal(ordering.sort().values, torch.arange(24)) and bool(torch.isfinite(centroids).all())
@@ -169,7 +177,7 @@ def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]
     both = [measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)]
     one = msgspec.structs.replace(Comparison.of(*both, torch.ones(5 * ANCHORS, dtype=torch.bool)), change=change)
     comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
-    found = list(refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
+    found = list(head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
     assert len(found) == len(expected)
     assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))
 
@@ -179,7 +187,7 @@ def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]
 CLUSTERS, WIDTH = 12, 16
 
 
-def planted(count: int, seed: int) -> Used:
+def planted(count: int, seed: int) -> HeadSample:
     """States that mean their cluster by small differences along few axes, beneath what all have in common."""
     centres = torch.randn(CLUSTERS, WIDTH, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
@@ -187,10 +195,10 @@ def planted(count: int, seed: int) -> Used:
     states = centres[cluster] + 0.3 * torch.randn(count, WIDTH, generator=generator)
     states *= torch.logspace(0, 2, WIDTH)
     states[:, -1] += 300
-    return Used(states, cluster, cluster)
+    return HeadSample(states, cluster, cluster)
 
 
-def means_of(taught: Used) -> Tensor:
+def means_of(taught: HeadSample) -> Tensor:
     return torch.stack([taught.states[taught.choices == number].mean(dim=0) for number in range(CLUSTERS)])
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Altered, Convention
+from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tuning.rounds import Batch, Rounds, aims, counting, random_anchors, states_of
+from mtp_extract.tuning.rounds import Batch, Rounds, counted_drafts, random_anchors, states_of, target_positions
 
 from .conftest import Tiny
 
@@ -28,7 +28,7 @@ def drafted(tiny: Tiny, convention: Convention) -> Text:
     for _ in range(5):
         # The one anchor of this text is its last token but one.
         ahead = Text((*tokens, 0), len(tokens) - 1)
-        drafts = teacher_forced(tiny.base, Altered(tiny.drafter, convention), [ahead], STEPS).drafts
+        drafts = teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), [ahead], STEPS).drafts
         tokens += drafts[0].tolist()
     return Text(tuple(tokens), 1)
 
@@ -44,7 +44,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     texts = [*tiny.texts, drafted(tiny, convention)]
     batch = every_anchor(tiny, texts)
     drafts = logits_of(tiny, batch, convention).argmax(-1)
-    forced = teacher_forced(tiny.base, Altered(tiny.drafter, convention), texts, STEPS)
+    forced = teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), texts, STEPS)
     compared = 0
     for row, at in batch.real.nonzero().tolist():
         (index,) = ((forced.text == row) & (forced.anchor == batch.anchors[row, at])).nonzero().flatten().tolist()
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     # The base's choices are the tokens of its own greedy text.
     texts = list(tiny.texts)
     batch, forced = every_anchor(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
-    where, counts = aims(batch, STEPS), counting(batch, STEPS, greedy=True)
+    where, counts = target_positions(batch, STEPS), counted_drafts(batch, STEPS, greedy=True)
     choices = batch.choices.flatten()[where]
     following = batch.fed.tokens.flatten()[(where + 1).clamp(max=batch.fed.tokens.numel() - 1)]
     assert torch.equal(choices[counts], following[counts])
@@ -68,7 +68,7 @@ def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
     tokens = list(tiny.texts[0].tokens)
     tokens[10] = (tokens[10] + 1) % 40
     batch = every_anchor(tiny, [Text(tuple(tokens), 3)])
-    greedy, sampled = (counting(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
+    greedy, sampled = (counted_drafts(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
     at = {int(anchor): index for index, anchor in enumerate(batch.anchors[0])}
     # From 8: after 9 comes what the base would not have said, and the round has ended.
     assert greedy[:, at[8]].tolist() == [True, True, False]

@@ -18,11 +18,11 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
 from mtp_extract.io.threads import Interrupted
 from mtp_extract.tuning import corpus as texts
-from mtp_extract.tuning.corpus import gather
+from mtp_extract.tuning.corpus import gather_texts
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
-from mtp_extract.tuning.work import locked
+from mtp_extract.tuning.work import lock_folder
 
 from .conftest import Plans, on_sides, write_rows
 
@@ -146,7 +146,7 @@ def test_every_process_has_a_text_and_an_ordered_head_one(plan: Plans, tmp_path:
 
 def test_sides_are_of_sources() -> None:
     """A source is on one side, wherever it stands; and the shares are about those asked for."""
-    sides = [texts.side_of(f"source {number}") for number in range(4000)]
+    sides = [texts.split_of(f"source {number}") for number in range(4000)]
     assert sides.count(texts.WATCHED) / 4000 == pytest.approx(0.08, abs=0.02)
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 
@@ -167,17 +167,17 @@ def test_sampled_serving(plan: Plans, tmp_path: Path) -> None:
 
 def test_damaged_text_is_said(plan: Plans, tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
-    written = gather(pair)
+    written = gather_texts(pair)
     path = tmp_path / "work/texts.jsonl"
     whole = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [[null]]}'):
         path.write_bytes(whole + line + b"\n")
         with pytest.raises(CheckpointError, match=r"texts\.jsonl: expected text that the base wrote"):
-            gather(pair)
+            gather_texts(pair)
     # What is gone, or was cut off, is written again, and is the same.
     for rest in (b"", whole[: len(whole) // 2]):
         path.write_bytes(rest)
-        assert gather(pair) == written
+        assert gather_texts(pair) == written
         assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
@@ -185,7 +185,7 @@ def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) 
     (tmp_path / "file").write_text("a file")
     for work in (tmp_path / "file", tmp_path / "work"):
         with (
-            locked(tmp_path / "work"),
+            lock_folder(tmp_path / "work"),
             pytest.raises(OutputError, match=f"{work.name}: expected a place .* in use") as found,
         ):
             run_tuning(plan(tmp_path / "tuned", work=work))

@@ -16,7 +16,7 @@ from seam import verify
 
 from mtp_extract.errors import MtpExtractError, PairError, ServerError
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.tuning.corpus import gather
+from mtp_extract.tuning.corpus import gather_texts
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
@@ -60,7 +60,7 @@ def test_a_tuning_with_text_of_a_server(plan: Plans, served: ModelServer, tmp_pa
     assert (told["kind"], told["model"]) == ("vLLM", "google/gemma-4-E4B-it")
     assert (told["agreement"], told["positions"]) == (1.0, 16 * told["texts"])
     assert any("would have written 100.0% of" in note for note in found.notes)
-    own = gather(Pair(plan(tmp_path / "own")))
+    own = gather_texts(Pair(plan(tmp_path / "own")))
     assert found.corpus.kinds[0] == own.kinds[0]
     assert found.corpus.held_out == own.held_out
     # Greedily, and once more as it is served otherwise.
@@ -78,18 +78,18 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
 
     setting = of_server(plan, tmp_path / "tuned", served)
     with pytest.raises(Stopped):
-        gather(Pair(setting), stop)
+        gather_texts(Pair(setting), stop)
     file = setting.work / "texts.jsonl"
     assert len(file.read_text().splitlines()) == 2
     # As a killed run leaves it: the last batch is asked for again.
     file.write_bytes(file.read_bytes()[:-2])
     served.asked.clear()
-    first = gather(Pair(setting))
+    first = gather_texts(Pair(setting))
     prompts = {(asked["prompt"], asked["temperature"]) for _, asked in served.asked}
     every = sum(len(json.loads(line)["tokens"]) for line in file.read_text().splitlines())
     assert len(served.asked) == len(prompts) == every - 4, "nothing else is asked twice"
     served.asked.clear()
-    again = gather(Pair(setting))
+    again = gather_texts(Pair(setting))
     assert (served.asked, again) == ([], first)
 
 
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
 ) -> None:
     served.write = lambda asked: replace(write(asked), ids=None)
     pair = Pair(of_server(plan, tmp_path / "tuned", served))
-    for text in gather(pair).kinds[0]:
+    for text in gather_texts(pair).kinds[0]:
         assert pair.codec.continued(pair.codec.decode(text.continuation) or "") == text.continuation
 
 
@@ -108,7 +108,7 @@ def test_another_base_is_noticed_before_training(
 ) -> None:
     """One whose every third token is another. Where text is sampled, its greedy text tells."""
     setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
-    found = gather(Pair(setting)).text_from
+    found = gather_texts(Pair(setting)).text_from
     assert found is not None and found["agreement"] == 1
 
     def another(asked: dict[str, Any]) -> Written:
@@ -120,7 +120,7 @@ def test_another_base_is_noticed_before_training(
     served.write = another
     (setting.kept_in / "texts.jsonl").unlink()
     with pytest.raises(PairError, match="vLLM to write at least 90% of tokens as the base at hand") as caught:
-        gather(Pair(setting))
+        gather_texts(Pair(setting))
     assert caught.value.remedies == ("base",)
 
 
@@ -132,7 +132,7 @@ def test_thoughts_without_tokens_are_no_text(plan: Plans, served: ModelServer, t
 
     served.overrides["/v1/completions"] = thinking
     with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
-        gather(Pair(of_server(plan, tmp_path / "tuned", served)))
+        gather_texts(Pair(of_server(plan, tmp_path / "tuned", served)))
     stored = list(map(json.loads, (tmp_path / "work" / "texts.jsonl").read_text().splitlines()))
     assert stored and not any(tokens for row in stored for tokens in row["tokens"])
 
@@ -140,5 +140,5 @@ def test_thoughts_without_tokens_are_no_text(plan: Plans, served: ModelServer, t
 def test_what_a_server_wants_is_named_as_the_setting_has_it(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     served.key = "sesame"
     with pytest.raises(ServerError, match="found 401 Unauthorized") as caught:
-        gather(Pair(of_server(plan, tmp_path / "tuned", served)))
+        gather_texts(Pair(of_server(plan, tmp_path / "tuned", served)))
     assert caught.value.remedies == ("text_key",)

@@ -12,12 +12,12 @@ import transformers
 from helpers.first_pair import first_base
 
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import Measured
+from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather, seen
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather_texts, was_trained_on
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, people_texts
@@ -79,7 +79,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
             rows.append({"prompt": f"class {source}:\n{ending}", "source": source})
     path = write_rows(tmp_path / "texts.jsonl", rows)
-    found = gather(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
+    found = gather_texts(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
     # Of those that end alike the first trained ones are left.
     assert (len(found.trained), len(found.watched), found.own) == (7 - 2, 8 - 4, 9 - 4)
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
@@ -91,15 +91,15 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
 ) -> None:
     """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
     pair = Pair(plan(tmp_path / "tuned"))
-    once = gather(pair)
+    once = gather_texts(pair)
     monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [[once.held_out[0][1]]])
-    again = gather(pair)
+    again = gather_texts(pair)
     assert again.kinds[1] == (once.held_out[0][1],) and again.held_out == once.held_out[1:]
 
 
 def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
     """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
-    made = gather(Pair(plan(tmp_path / "tuned")))
+    made = gather_texts(Pair(plan(tmp_path / "tuned")))
     served, drawn, branches = made.kinds
     assert made.trained == (*served, *drawn, *branches)
     assert {text.prompt_length for text in drawn} == {1}
@@ -109,7 +109,7 @@ def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
         assert any(branch.prompt == text.tokens[: branch.prompt_length] for text in drawn)
     # The base goes on greedily from there, which is seldom what it drew.
     assert any(branch.tokens[: len(text.tokens)] != text.tokens for branch in branches for text in drawn)
-    sampled = gather(Pair(plan(tmp_path / "tuned", temperature=0.7)))
+    sampled = gather_texts(Pair(plan(tmp_path / "tuned", temperature=0.7)))
     assert len(sampled.kinds) == 2 and {text.prompt_length for text in sampled.kinds[1]} == {1}
 
 
@@ -118,7 +118,7 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
     found, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
-    measured = Measured.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
+    measured = Acceptance.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
     assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
     assert found.balanced(few) == few.teacher_forced > 4 - 1
@@ -137,7 +137,7 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
     places = [(index, n) for index, text in enumerate(texts) for n in text.anchors if n + steps < len(text.tokens)]
     index, anchor = torch.tensor(places).T
     nothing = torch.zeros(len(places), steps, dtype=torch.double)
-    found = seen(Measured.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).known)
+    found = was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).known)
 
     def stands(number: int, n: int) -> bool:
         last = n + min(steps, 7)
@@ -146,4 +146,4 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
 
     assert found.tolist() == [stands(number, n) for number, n in places]
     assert 0.1 < float(found.double().mean()) < 0.9
-    assert not seen(Measured.over(index, anchor, nothing), texts, Corpus((), (), (), 0).known).any()
+    assert not was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((), (), (), 0).known).any()

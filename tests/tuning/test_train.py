@@ -15,20 +15,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from mtp_extract.drafter.protocol import Needs
+from mtp_extract.drafter.protocol import BaseRequirements
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import rounds
 from mtp_extract.tuning.latents import Latents
 from mtp_extract.tuning.rounds import States, states_of
-from mtp_extract.tuning.train import PATIENCE, Progress
-from mtp_extract.tuning.work import kept_at
+from mtp_extract.tuning.train import PATIENCE, TrainingProgress
+from mtp_extract.tuning.work import replace_file
 
 from .conftest import Tiny
 
 
-def assert_same(one: tuple[Latents, Progress], other: tuple[Latents, Progress]) -> None:
+def assert_same(one: tuple[Latents, TrainingProgress], other: tuple[Latents, TrainingProgress]) -> None:
     """Where they ended, what was best, and every number on the way."""
     (latents, trained), (others, again) = one, other
     assert trained.results.keys() == again.results.keys()
@@ -96,7 +96,7 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
     path = tmp_path / "state.pt"
 
     def save() -> None:
-        with kept_at(path) as file:
+        with replace_file(path) as file:
             torch.save({str(number): torch.full((4000,), number) for number in range(3)}, file)
 
     save()
@@ -185,7 +185,7 @@ def test_states_are_the_same_wherever_they_are_kept(
 ) -> None:
     """In memory, nowhere, or some of them; in whichever order they are asked for."""
     base = Base(copy.deepcopy(tiny.base.model).to(dtype))
-    needs = Needs(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
+    needs = BaseRequirements(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
     texts = [*tiny.texts, tiny.texts[0]]
     expected = States(base, needs, texts, 4).of(texts)
     size = sum(part.nbytes for item in expected[:-1] for part in item.values())

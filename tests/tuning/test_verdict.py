@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtp_extract.cli.tune import _show_comparisons
-from mtp_extract.evaluation.agreement import Measured
+from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
@@ -19,12 +19,12 @@ from mtp_extract.tuning.verdict import Comparisons
 ANCHORS, K = 30, 2
 
 
-def measured(texts: int, accepted: float | Tensor) -> Measured:
+def measured(texts: int, accepted: float | Tensor) -> Acceptance:
     """Of that many texts, rounds of two drafts of which both stand as often as ``accepted`` says, of all or of each."""
     rates = torch.as_tensor(accepted).expand(texts).repeat_interleave(ANCHORS)
     stands = (torch.arange(texts * ANCHORS) % 10 < 10 * rates).double()
     text = torch.arange(texts).repeat_interleave(ANCHORS)
-    return Measured.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
+    return Acceptance.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
 
 
 def text(number: int, words: int = 3 * ANCHORS) -> Text:
@@ -33,7 +33,7 @@ def text(number: int, words: int = 3 * ANCHORS) -> Text:
 
 
 def compared(
-    workloads: Sequence[str], own: int, before: Measured, after: Measured, trained: Sequence[Text] = ()
+    workloads: Sequence[str], own: int, before: Acceptance, after: Acceptance, trained: Sequence[Text] = ()
 ) -> Comparisons:
     held_out = tuple((Prompt(name, f"text {number}"), text(number)) for number, name in enumerate(workloads))
     return Comparisons.of(Corpus((tuple(trained),), (), held_out, own), before, after)
@@ -68,8 +68,8 @@ def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
     """Only where no round begins."""
     even = (torch.arange(20 * ANCHORS) % 2 == 0)[:, None]
     both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measured(20, 0.0)
-    before = Measured.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
-    after = Measured.over(places.text, places.anchor, both * ~even)
+    before = Acceptance.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
+    after = Acceptance.over(places.text, places.anchor, both * ~even)
     found = compared(("code",) * 20, 20, before, after)
     assert found.overall.change.interval and found.overall.change.interval.low > 0
     (reason,) = found.refused()
@@ -84,7 +84,7 @@ def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
     lost = torch.arange(40 * ANCHORS) % ANCHORS == ANCHORS - 6
     assert bool(stands[lost].all())
     stands[lost] = 0
-    after = Measured.over(before.text, before.anchor, stands)
+    after = Acceptance.over(before.text, before.anchor, stands)
     # Sequences of eight that end at most at an anchor in the first half, and two drafts.
     trained = [Text(text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
     found = compared(("code",) * 40, 40, before, after, trained)

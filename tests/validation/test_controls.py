@@ -12,14 +12,14 @@ import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import TRANSFORMERS, MtpDrafter
-from mtp_extract.drafter.protocol import BaseState, Fed
+from mtp_extract.drafter.protocol import BaseOutput, RoundStart
 from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.validation.controls import CONTROLS, compare, draft_together
+from mtp_extract.validation.controls import CONTROLS, compare_with_control, draft_together
 from mtp_extract.validation.page import controls as table_of
 from mtp_extract.validation.result import Validation
 from mtp_extract.validation.verdict import concluded
@@ -70,7 +70,7 @@ def made(hits: list[int], texts: int = 20) -> Agreement:
     ],
 )
 def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
-    found = compare(CONTROLS[0], made(ours), made(theirs))
+    found = compare_with_control(CONTROLS[0], made(ours), made(theirs))
     assert found.standing == standing
     assert found.top1.value == pytest.approx(sum(theirs) / len(theirs))
     assert found.difference.value == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
@@ -78,7 +78,7 @@ def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
 
 def test_four_texts_decide_nothing() -> None:
     for theirs in ([0] * 40, [1] * 40):
-        assert compare(CONTROLS[0], made([1] * 40, 4), made(theirs, 4)).standing == "undecided"
+        assert compare_with_control(CONTROLS[0], made([1] * 40, 4), made(theirs, 4)).standing == "undecided"
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_changes_one_argument(drafter: MtpDrafter, name: str, field: str) -> Non
     tokens, positions = torch.randint(9, (2, 7)), torch.arange(7).expand(2, 7)
     shapes = {kind: (2, layer.num_kv_heads, 7, layer.head_dim) for kind, layer in drafter.config.kv_layers.items()}
     kv = {kind: (torch.randn(shape), torch.randn(shape)) for kind, shape in shapes.items()}
-    table, fed = torch.randn(9, 64), Fed(tokens, positions, torch.randn(2, 7, 64), {}, kv)
-    known = BaseState(fed, torch.tensor([[3], [5]]), lambda tokens: table[tokens])
+    table, fed = torch.randn(9, 64), BaseOutput(tokens, positions, torch.randn(2, 7, 64), {}, kv)
+    known = RoundStart(fed, torch.tensor([[3], [5]]), lambda tokens: table[tokens])
     assert BY_NAME[name].drafter(drafter) is drafter
     state = drafter.start(known)
     changed = {

@@ -40,7 +40,7 @@ from mtp_extract.validation.parity import (
     Outputs,
     allowed_difference,
     apart,
-    caches_of,
+    cache_inputs,
     random_inputs,
 )
 from mtp_extract.validation.plan import ValidationPlan
@@ -123,7 +123,7 @@ def test_codes_of_a_cache_are_exact() -> None:
     with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
         source = opened.drafter()
         for inputs in random_inputs(source, 4):
-            for name in {name for pair in caches_of(source).values() for name, _ in pair}:
+            for name in {name for pair in cache_inputs(source).values() for name, _ in pair}:
                 known = source.walk.caches[name].quantization
                 assert known is not None
                 codes = encoded(inputs[name], {"dtype": np.int8, "quantization": (float(known.scale[0]), 0)})

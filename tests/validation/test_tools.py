@@ -18,7 +18,7 @@ from helpers.first_pair import first_bundle
 
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.extras import TRANSFORMERS
+from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.page import checks
@@ -45,7 +45,7 @@ def breaks_the_interpreter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("ai_edge_litert.interpreter.Interpreter.__del__", lambda self: None, raising=False)
 
 
-WORKS = f".*; {re.escape(TRANSFORMERS)} works$"
+WORKS = f".*; {re.escape(TRANSFORMERS_RELEASES)} works$"
 BROKEN: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (
         "transformers",
@@ -117,12 +117,12 @@ def test_a_damaged_directory_is_refuted_by_a_release_that_was_tried(
     found = check_transformers(damaged, drafter, source)
     assert found.passed is None
     assert found.evidence.startswith("transformers 5.15.1: it is of no release that was tried: ")
-    assert found.evidence.endswith(f"; {TRANSFORMERS} works")
+    assert found.evidence.endswith(f"; {TRANSFORMERS_RELEASES} works")
 
 
 def test_the_releases_are_those_that_are_asked_for() -> None:
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'"transformers{TRANSFORMERS}"' in text
+    assert f'"transformers{TRANSFORMERS_RELEASES}"' in text
 
 
 def test_an_interpreter_that_computes_another_thing(
