@@ -287,7 +287,7 @@ def test_form(page: Path) -> None:
     long = [line for line in lines if len(line) > 120 and (page == README or not line.startswith("|"))]
     assert not long
     assert not [line for line in lines if re.match(r" +([-*]|\d+\.) ", line)]
-    assert {block.language for block in blocks(page)} <= {"sh", "console", "python", "text", "json", "yaml"}
+    assert {block.language for block in blocks(page)} <= {"sh", "console", "python", "text", "json", "yaml", "mermaid"}
     if page == README:
         assert len(lines) <= 100
 
