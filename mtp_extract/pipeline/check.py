@@ -241,8 +241,8 @@ class ReadDirectory:
                 f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
                 f"{few(wrong, separator='; ')}. {AGAIN}"
             )
-        format_ = format_of(folder)
         try:
+            format_ = format_of(folder)
             written = format_.read(folder)
         except CheckpointError as error:
             if not changed:
