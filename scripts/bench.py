@@ -4,8 +4,9 @@
 
 Without FILE, a drafter of E4B's shape with random weights is written first, in a bundle padded to 4 GB with a hole. The
 NumPy script reads the same section with the ``tflite`` package, dequantizes every matrix, saves them in F32, and checks
-nothing. CPU time is user and system, memory the largest resident set; each is the median of processes of their own,
-taken alternately after one that warms up. Needs Linux, and what the tests need.
+nothing. The last row is a validation against the bundle, once, for which Google's interpreter runs the section over
+caches of their whole length. CPU time is user and system, memory the largest resident set; each is the median of
+processes of their own, taken alternately after one that warms up. Needs Linux, and what the tests need.
 """
 
 from __future__ import annotations

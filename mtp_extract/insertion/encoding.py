@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.weight import same_weight, unfold_factor
@@ -33,6 +34,8 @@ REQUANTIZED = "requantized"
 _SCALES_ALIKE = 1e-6
 # Losses that differ by less are equal: sums of the same squares, in float32, in another order.
 _AS_GOOD = 1 + 1e-4
+# What is measured together: all of its arrays stay in a core's own cache.
+_ELEMENTS = 1 << 17
 
 
 class Scales(NamedTuple):
@@ -74,6 +77,7 @@ class Encoding:
     how: str  # KEPT (the file holds it), CODES (the checkpoint's integers are taken as they are), FLOATS, REQUANTIZED
     scales: Scales
     sums: Sums = _NOTHING
+    written: dict[tuple[int, int], str] = field(default_factory=dict)  # rows that were written → XXH3 of their bytes
 
     @property
     def error(self) -> float:
@@ -107,6 +111,16 @@ class Encoding:
             return float_bytes(values, storage.type, slot.role)
         groups = slot.part(storage.groups, first, last)
         return storage.stored(storage.coded(values, self.scales.scale[groups], self.scales.zero_point[groups]))
+
+    def write(self, first: int, last: int) -> bytes:
+        """The bytes of rows ``[first, last)``, which are being written: what they are is noted."""
+        data = self.data(first, last)
+        self.written[first, last] = xxh3_128_hexdigest(data)
+        return data
+
+    def digest(self, first: int, last: int) -> str:
+        """XXH3 of rows ``[first, last)``, as they were written or are to be."""
+        return self.written.get((first, last)) or xxh3_128_hexdigest(self.data(first, last))
 
 
 def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
@@ -152,7 +166,7 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         else:
             to_measure.append(slot)
     advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in to_measure))
-    for slot, rows in over_rows(to_measure, measure).items():
+    for slot, rows in over_rows(to_measure, measure, _ELEMENTS).items():
         storage, sums = slot.stored.source.storage, Sums.total(r.sums for r in rows)
         scale = np.concatenate([r.scales.scale for r in rows])
         # Tables of a base have a row a token each: zero points that are all 0 are not kept.
@@ -197,7 +211,8 @@ def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Itera
     def compare(slot: Slot, first: int, last: int) -> None:
         part = slot.part(slot.stored.source.storage.length, first, last)
         stored = slot.stored.source.location.read(part.start, part.stop - part.start)
-        if slot.role not in wrong and any(planned.data(first, last) != stored for planned in to_hold[slot]):
+        digest = xxh3_128_hexdigest(stored)
+        if slot.role not in wrong and any(planned.digest(first, last) != digest for planned in to_hold[slot]):
             wrong.add(slot.role)
 
     for slot, planned_here in to_hold.items():
@@ -337,7 +352,11 @@ def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Sca
     # The rule's own scale, a rounding apart: its codes are those that the rule made of the same numbers.
     is_rule = np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point)
     stays = (lost_by_present <= _AS_GOOD * lost_by_rule) & ~is_rule
-    np.copyto(storage.by_scale(codes), storage.by_scale(by_present), where=stays[:, None])
+    if stays.all():
+        codes = by_present
+    elif stays.any():
+        # Whole groups: a mask of elements takes longer than all of the rest.
+        storage.by_scale(codes)[:, stays] = storage.by_scale(by_present)[:, stays]
     chosen = Scales(np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point))
     return chosen, codes, float(np.where(stays, lost_by_present, lost_by_rule).sum(dtype=np.float64))
 

@@ -102,7 +102,7 @@ class InsertionPlan:
 
         def write(slot: Slot, first: int, last: int) -> None:
             for at, encoding in rows[slot]:
-                put(at + slot.part(encoding.storage.length, first, last).start, encoding.data(first, last))
+                put(at + slot.part(encoding.storage.length, first, last).start, encoding.write(first, last))
 
         over_rows(list(rows), write)
 

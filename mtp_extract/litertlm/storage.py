@@ -132,7 +132,8 @@ def pack_codes(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
     """Codes, flat, as stored; the last byte is filled up with zeros."""
     if packing.bits >= 8:
         return codes.astype(packing.dtype, copy=False).view(np.uint8)
-    codes = np.concatenate([codes, np.zeros(-codes.size % (8 // packing.bits), codes.dtype)])
+    if missing := -codes.size % (8 // packing.bits):
+        codes = np.concatenate([codes, np.zeros(missing, codes.dtype)])
     return pack_bytes(codes.view(np.uint8) & np.uint8((1 << packing.bits) - 1), packing.bits)
 
 
