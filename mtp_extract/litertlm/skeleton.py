@@ -48,7 +48,7 @@ def unpack_skeleton(source: Source) -> Source | None:
     try:
         with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:
             if archive.namelist() != [_MEMBER]:
-                return None
+                raise zipfile.BadZipFile("its members are not those of its header")
             with archive.open(_MEMBER) as member:
                 # What it says of its size is not believed.
                 model = member.read(_LARGEST_MODEL + 1)

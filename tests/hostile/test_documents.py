@@ -262,7 +262,7 @@ FAULTS = {
     ),
     "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system."),
     "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
-    "too large": ("raise MemoryError", "error: out of memory. Close"),
+    "too large": ("raise MemoryError", "error: out of memory. If you trust the file"),
     "too long": ("raise FormatError('y' * 1000000)", "error: yyy"),
 }
 
