@@ -8,10 +8,11 @@ compared, by hash, with what the Hub says it has.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
@@ -97,42 +98,56 @@ def plan_upload(
         CheckpointError: the directory does not match its record, or the report cannot be read.
         HubError: ``words`` are given and the card was changed.
     """
-    found = ReadDirectory.of(directory)
-    folder, record = found.directory, found.record
-    if not found.is_recorded:
-        raise CheckpointError(
-            f"{escape(folder)}: expected a directory that mtp-extract wrote, with {RECORD} in it. Convert it first."
-        )
-    if found.checkpoint.unread:
-        raise CheckpointError(
-            f"{escape(folder)}: expected nothing but what mtp-extract wrote there, found that "
-            f"{few(found.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
-        )
-    contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
-    ours = {*record["files"], RECORD, CARD, *REPORT_FILES}
-    if odd := [path for path in contents if path not in ours and not any(fnmatchcase(path, name) for name in LEGAL)]:
-        raise CheckpointError(
-            f"{escape(folder)}: {escape(odd[0])} belongs neither to the checkpoint nor to a report, and would be "
-            "published with it. Move it elsewhere."
-        )
-    why = record.get("not_proven")
-    notes = (f"It is not proven, and its card says so: {'; '.join(why)}.",) if why else ()
-    try:
-        report = read(read_object(folder / REPORT, "Validate again."), Verdict) if REPORT in contents else None
-    except ValueError as error:
-        lacks = f"lacks what the card states: {escape(error)}. Validate anew."
-        raise CheckpointError(f"{escape(folder / REPORT)}: {lacks}") from error
+    drafter = ReadDirectory.of(directory)
+    folder, record = drafter.directory, drafter.record
+    contents = _contents(drafter)
+    report = _verdict_of_report(folder) if REPORT in contents else None
+
+    notes = list[str]()
+    if why := record.get("not_proven"):
+        notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
     if changed_card(folder, record):
         if words != UNSAID:
             raise HubError(
                 f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
                 "one that was changed. Write them into it, or delete it: it is then made anew."
             )
-        notes = (*notes, f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
+        notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
     elif report is not None or words != UNSAID or CARD not in contents:
-        limits = arrange(format_named(found.layout), found.checkpoint, record["dtype"]).files[0].notes
+        limits = arrange(format_named(drafter.layout), drafter.checkpoint, record["dtype"]).files[0].notes
         contents[CARD] = model_card(record, limits, report, words).encode()
-    return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], notes
+    return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
+
+
+def _contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
+    """By path in the repository, where each file of a directory is that holds nothing but what may be published."""
+    folder = drafter.directory
+    if not drafter.is_recorded:
+        raise CheckpointError(
+            f"{escape(folder)}: expected a directory that mtp-extract wrote, with {RECORD} in it. Convert it first."
+        )
+    if drafter.checkpoint.unread:
+        raise CheckpointError(
+            f"{escape(folder)}: expected nothing but what mtp-extract wrote there, found that "
+            f"{few(drafter.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
+        )
+    contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
+    written = {*drafter.record["files"], RECORD, CARD, *REPORT_FILES}
+    for path in contents:
+        if path not in written and not any(fnmatchcase(path, name) for name in LEGAL):
+            raise CheckpointError(
+                f"{escape(folder)}: {escape(path)} belongs neither to the checkpoint nor to a report, and would be "
+                "published with it. Move it elsewhere."
+            )
+    return contents
+
+
+def _verdict_of_report(folder: Path) -> Verdict:
+    try:
+        return read(read_object(folder / REPORT, "Validate again."), Verdict)
+    except ValueError as error:
+        lacks = f"lacks what the card states: {escape(error)}. Validate anew."
+        raise CheckpointError(f"{escape(folder / REPORT)}: {lacks}") from error
 
 
 def upload(
@@ -166,6 +181,41 @@ def upload(
         CheckpointError: the directory does not match its ``extraction.json``.
         HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
     """
+    _check_name(repo_id)
+    adds, notes = plan_upload(directory, card)
+    if beside:
+        adds = _gguf_alone(directory, adds, card)
+        notes = tuple(note for note in notes if not note.startswith(CARD))
+    files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
+    paths = tuple(file.path for file in files)
+    url = f"{constants.ENDPOINT}/{repo_id}"
+    if dry_run:
+        return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
+    secret = token or get_token()
+    if not secret:
+        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
+    with _explained(repo_id, secret) as changes:
+        hide_queries()
+        api = HfApi(token=secret, library_name="mtp-extract")
+        # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
+        listing = _entries(api.list_repo_tree(repo_id, recursive=True)) if api.repo_exists(repo_id) else None
+        entries = {path: entry for path, entry in (listing or {}).items() if not beside or path in paths}
+        sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
+        if not force:
+            _check_others(repo_id, entries, set(paths) - set(sent))
+        if listing is None:
+            if beside:
+                raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
+            api.create_repo(repo_id, private=private)
+            changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
+        commit = _commit(api, repo_id, adds)
+    return UploadResult(repo_id, url, commit, private, False, listing is None, sent, files, notes)
+
+
+def _check_name(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
     except HFValidationError as error:
@@ -173,46 +223,38 @@ def upload(
         raise HubError(
             f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and {what}"
         ) from error
-    adds, notes = plan_upload(directory, card)
-    if beside:
-        gguf = weights_of(FORMAT, (add.path_in_repo for add in adds))
-        if gguf is None or card != UNSAID:
-            raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
-        adds = [add for add in adds if add.path_in_repo == gguf]
-        notes = tuple(note for note in notes if not note.startswith(CARD))
-    files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
-    url, paths = f"{constants.ENDPOINT}/{repo_id}", tuple(file.path for file in files)
-    if dry_run:
-        return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
-    if not (secret := token or get_token()):
-        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
-    with _explained(repo_id, secret) as changes:
-        hide_queries()
-        api = HfApi(token=secret, library_name="mtp-extract")
-        # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
-        held = _entries(api.list_repo_tree(repo_id, recursive=True)) if api.repo_exists(repo_id) else None
-        there = {path: entry for path, entry in (held or {}).items() if not beside or path in paths}
-        sent = tuple(add.path_in_repo for add in adds if not _holds(there, add))
-        # The Hub puts a .gitattributes into a new repository by itself.
-        if (other := sorted(set(there) - (set(paths) - set(sent)) - {".gitattributes"})) and not force:
-            raise HubError(
-                f"{repo_id}: the repository holds other files, {few(other)}. Nothing was sent. "
-                "Choose another name, or write into it all the same: its history keeps what is replaced.",
-                remedies=("force",),
-            )
-        if beside and held is None:
-            raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
-        if held is None:
-            api.create_repo(repo_id, private=private)
-            changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
-        # What the Hub holds already is not sent again, nor is a commit made of nothing.
-        commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
-        arrived = _entries(api.get_paths_info(repo_id, list(paths), revision=commit))
-        if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
-            raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
-    return UploadResult(repo_id, url, commit, private, False, held is None, sent, files, notes)
+
+
+def _gguf_alone(
+    directory: str | os.PathLike[str], adds: Sequence[CommitOperationAdd], card: CardWords
+) -> list[CommitOperationAdd]:
+    """The one file of a GGUF among ``adds``; HubError where there is none, or words for a card that is not sent."""
+    gguf = weights_of(FORMAT, (add.path_in_repo for add in adds))
+    if gguf is None or card != UNSAID:
+        raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
+    return [add for add in adds if add.path_in_repo == gguf]
+
+
+def _check_others(repo_id: str, entries: Mapping[str, Any], unchanged: Collection[str]) -> None:
+    """Raise a HubError where a repository holds more than the files that it has ``unchanged``."""
+    # The Hub puts a .gitattributes into a new repository by itself.
+    if others := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
+        raise HubError(
+            f"{repo_id}: the repository holds other files, {few(others)}. Nothing was sent. "
+            "Choose another name, or write into it all the same: its history keeps what is replaced.",
+            remedies=("force",),
+        )
+
+
+def _commit(api: HfApi, repo_id: str, adds: list[CommitOperationAdd]) -> str:
+    """Send ``adds`` in one commit and return its id; HubError where the Hub then holds something else."""
+    # What the Hub holds already is not sent again, nor is a commit made of nothing.
+    commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
+    paths = [add.path_in_repo for add in adds]
+    arrived = _entries(api.get_paths_info(repo_id, paths, revision=commit))
+    if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
+        raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
+    return commit
 
 
 def _entries(listing: Any) -> dict[str, Any]:
@@ -251,7 +293,7 @@ def _reason(error: Exception, token: str) -> str:
     # A ValueError says what the Hub refuses in a card, which its cause does not.
     while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
         causes.append(causes[-1].__cause__)
-    responses = [found for cause in causes if (found := response_of(cause)) is not None]
+    responses = [response for cause in causes if (response := response_of(cause)) is not None]
     if responses:
         return _refusal(responses[0])
     if any(isinstance(cause, http_library().TransportError) for cause in causes):
