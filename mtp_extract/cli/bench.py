@@ -20,21 +20,22 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     from mtp_extract.serving.result import Benchmark
     from mtp_extract.serving.verdict import table_of
 
-    def print_result(found: Benchmark) -> None:
+    def print_result(benchmark: Benchmark) -> None:
         if print_json:
-            write_json(plain_json(found))
+            write_json(plain_json(benchmark))
         else:
-            say_report(plain_json(found), [table_of(found)])
+            say_report(plain_json(benchmark), [table_of(benchmark)])
 
     saved = list[Benchmark]()
     try:
+        # Nothing is printed within: the bar is gone when the verdict comes.
         with progress_lines(print_json, "window") as show:
-            found = bench(replace(plan, say=doing_unless(print_json), show=show, rescue=saved.append))
+            result = bench(replace(plan, say=doing_unless(print_json), show=show, rescue=saved.append))
     except BaseException:
         for measured in saved:
             print_result(measured)
         raise
-    print_result(found)
+    print_result(result)
 
 
 _EXAMPLES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,43 +35,50 @@ def command(plan: ValidationPlan, print_json: AsJson = False) -> None:
     from mtp_extract.api import validate
     from mtp_extract.report.page import plain_json
 
-    def tell(found: Validation) -> None:
-        if print_json:
-            write_json(plain_json(found))
-        else:
-            _show(found)
-
     saved: list[Validation] = []
-    told = replace(plan, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
-    try:
-        with progress_lines(print_json, "batch") as show:
-            found = validate(replace(told, show=show), tell)
-    except BaseException:
-        for measured in saved:
-            tell(measured)
-        raise
+    run_plan = replace(plan, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
+    with ExitStack() as bar:
+        show = bar.enter_context(progress_lines(print_json, "batch"))
+
+        def print_result(validation: Validation) -> None:
+            # It is printed before the report is written, when the bar may still stand where the verdict would begin.
+            bar.close()
+            if print_json:
+                write_json(plain_json(validation))
+            else:
+                _show(validation)
+
+        try:
+            result = validate(replace(run_plan, show=show), print_result)
+        except BaseException:
+            for measured in saved:
+                print_result(measured)
+            raise
     if plan.report is not None and not print_json:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
-    if found.refuted:
+    if result.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
 
 
-def _show(found: Validation) -> None:
-    """The verdict, what to know of it, and one table."""
+def _show(validation: Validation) -> None:
+    """Print the verdict, what to know of it, and one table."""
     from mtp_extract.validation import page
 
-    say_all(found.verdict)
-    if not found.drafters:
-        shown = page.checks(found)
+    say_all(validation.verdict)
+    drafters = validation.drafters
+    if not drafters:
+        part = page.checks(validation)
+    elif drafters[0].worth:
+        part = page.worth(validation)
     else:
-        shown = page.worth(found) if found.drafters[0].worth else page.steps(found.drafters)
-    say(shown.title)
-    table(shown.rows, shown.columns, longest=1000)
-    say_notes(found.notes)
-    if found.source is None:
+        part = page.steps(drafters)
+    say(part.title)
+    table(part.rows, part.columns, longest=1000)
+    say_notes(validation.notes)
+    if validation.source is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")
-    if not found.drafters:
+    if not drafters:
         say("With --base MODEL it is run beside the model it drafts for.")
 
 

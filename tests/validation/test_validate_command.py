@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.commands import run_here
@@ -15,11 +18,12 @@ from helpers.prompt_files import few_of, write_prompts
 from helpers.variant_files import variant
 from typer.testing import CliRunner
 
-from mtp_extract.cli import validate
+from mtp_extract.cli import terminal, validate
 from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.io.threads import interrupt
+from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation
 
 # They share the pair, and a whole validation of it.
@@ -39,6 +43,32 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
     assert result.stdout.startswith("Verified: the checkpoint is the drafter of sample.litertlm")
     assert "Wrote" not in result.stdout
     assert "What drafting is worth" in result.stdout and "zero_hidden" not in result.stdout, "one table is shown"
+
+
+def test_the_verdict_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal that shows stdout and stderr: nothing is drawn or erased from the verdict on."""
+
+    def validate_with_a_bar(plan: ValidationPlan, tell: Callable[[object], None]) -> object:
+        plan.show("drafting", 1, 4)
+        result = SimpleNamespace(refuted=False)
+        tell(result)
+        return result
+
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, screen)
+    monkeypatch.setattr("mtp_extract.api.validate", validate_with_a_bar)
+    monkeypatch.setattr(validate, "_show", lambda result: terminal.say_all("Verified: it is the drafter."))
+
+    validate.command(ValidationPlan(None, sample=True))
+
+    drawn, verdict, printed = screen.getvalue().partition("Verified: it is the drafter.\n")
+    assert "drafting: batch 1 of 4" in drawn and verdict
+    assert printed == "", "nothing is drawn after the verdict"
+    assert drawn.removesuffix("\x1b[?25h").endswith("\x1b[2K"), "the verdict begins on an empty line"
 
 
 def test_sample(tmp_path: Path) -> None:
