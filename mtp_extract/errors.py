@@ -115,8 +115,8 @@ def escape(name: object, longest: int = LONGEST_NAME) -> str:
 def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
     """The first ``most`` of ``names``, made safe for a terminal, and how many more there are."""
     listed = list(names)
-    shown = separator.join(escape(name) for name in listed[:most])
-    return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown
+    named = separator.join(escape(name) for name in listed[:most])
+    return f"{named} and {len(listed) - most} more" if len(listed) > most else named
 
 
 def several(count: int, noun: str) -> str:
@@ -132,5 +132,5 @@ def either(names: Iterable[object]) -> str:
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """For the end of a message: which of ``names`` was probably meant by ``name``; empty where none is near."""
-    found = get_close_matches(str(name).lower(), list(names), n=1, cutoff=_NEAR)
-    return f" Did you mean {found[0]}?" if found else ""
+    matches = get_close_matches(str(name).lower(), list(names), n=1, cutoff=_NEAR)
+    return f" Did you mean {matches[0]}?" if matches else ""
