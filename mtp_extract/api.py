@@ -161,8 +161,8 @@ def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) 
     plan.check()
     from mtp_extract.validation import page, run
 
-    found = run.run_validation(plan)
-    tell(found)
+    validation = run.run_validation(plan)
+    tell(validation)
     if plan.report is not None:
-        page.write_validation(found, plan.report, **to)
-    return found
+        page.write_validation(validation, plan.report, **to)
+    return validation

@@ -115,8 +115,8 @@ def escape(name: object, longest: int = LONGEST_NAME) -> str:
 def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
     """The first ``most`` of ``names``, made safe for a terminal, and how many more there are."""
     listed = list(names)
-    listing = separator.join(escape(name) for name in listed[:most])
-    return f"{listing} and {len(listed) - most} more" if len(listed) > most else listing
+    named = separator.join(escape(name) for name in listed[:most])
+    return f"{named} and {len(listed) - most} more" if len(listed) > most else named
 
 
 def several(count: int, noun: str) -> str:

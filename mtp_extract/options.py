@@ -7,6 +7,7 @@ A plan is a frozen dataclass of what a function is asked to do. Fields that are 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from operator import ge, le
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -26,9 +27,9 @@ def key_from(variable: str) -> str:
     """
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        actual = "something else" if key else "none"
+        content = "something else" if key else "none"
         raise MtpExtractError(
-            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {actual}. Set it.",
+            f"expected a key, one ASCII word, in the environment variable {escape(variable)}, found {content}. Set it.",
             remedies=("key",),
         )
     return key
@@ -85,21 +86,36 @@ def check_values(plan: Any) -> None:
         ValueError: a name is none of the choices.
     """
     for name, hint in get_type_hints(type(plan), include_extras=True).items():
-        setting = getattr(plan, name)
+        field = getattr(plan, name)
+        values = field if isinstance(field, (list, tuple)) else (field,)
         kind, *annotations = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        choices = [
-            choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)
-        ]
-        limits = [(part.min, part.max) for part in annotations if isinstance(part, ParameterInfo)]
-        limits += [(part.ge, part.le) for part in annotations if isinstance(part, Meta)]
-        least, most = limits[0] if limits else (None, None)
-        for value in setting if isinstance(setting, (list, tuple)) else (setting,):
-            if choices and value is not None and value not in choices:
+        literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        choices = [choice for literal in literals for choice in get_args(literal)]
+        least, most = _bounds(annotations)
+        for value in values:
+            if value is None:
+                continue
+            if choices and value not in choices:
                 raise ValueError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
-            for bound, fits, word, advice in ((least, ge, "least", "Raise"), (most, le, "most", "Lower")):
-                # A number that is none lies within no bounds.
-                if bound is not None and value is not None and not fits(value, bound):
-                    message = f"expected {name} of at {word} {bound}, found {escape(value)}. {advice} it."
-                    raise MtpExtractError(message, remedies=(name,))
+            _check_bounds(name, value, least, most)
     for expected, *remedies in getattr(plan, "wrong", list)():
         raise MtpExtractError(f"expected {expected}", remedies=tuple(remedies))
+
+
+def _bounds(annotations: Sequence[object]) -> tuple[Any, Any]:
+    """The least and the most that a field may be, by the annotation of typer, else that of msgspec; None for no end."""
+    for annotation in annotations:
+        if isinstance(annotation, ParameterInfo):
+            return annotation.min, annotation.max
+    for annotation in annotations:
+        if isinstance(annotation, Meta):
+            return annotation.ge, annotation.le
+    return None, None
+
+
+def _check_bounds(name: str, value: Any, least: Any, most: Any) -> None:
+    for bound, fits, word, advice in ((least, ge, "least", "Raise"), (most, le, "most", "Lower")):
+        # NaN is refused by either bound: it compares with none.
+        if bound is not None and not fits(value, bound):
+            message = f"expected {name} of at {word} {bound}, found {escape(value)}. {advice} it."
+            raise MtpExtractError(message, remedies=(name,))

@@ -25,14 +25,14 @@ def schema(name: str) -> dict[str, Any]:
     Raises:
         KeyError: there is no such record.
     """
-    whole = _kind(name)
-    _, parts = msgspec.json.schema_components([whole], ref_template="#/definitions/{name}")
-    for kind in _within(whole, set()):
+    record = _kind(name)
+    _, parts = msgspec.json.schema_components([record], ref_template="#/definitions/{name}")
+    for kind in _within(record, set()):
         part = parts[kind.__name__]
         part["additionalProperties"] = issubclass(kind, Excerpt)
         for field, meaning in _comments(kind).items():
             part["properties"][field] = {"description": meaning, **part["properties"][field]}
-    return {**parts.pop(whole.__name__), "definitions": parts}
+    return {**parts.pop(record.__name__), "definitions": parts}
 
 
 def _kind(name: str) -> type:
@@ -55,17 +55,17 @@ def _kind(name: str) -> type:
     raise KeyError(name)
 
 
-def _within(kind: Any, seen: set[Any]) -> Iterator[type]:
+def _within(kind: Any, visited: set[Any]) -> Iterator[type]:
     """Every type with fields in ``kind``, itself included."""
-    if kind in seen:
+    if kind in visited:
         return
-    seen.add(kind)
+    visited.add(kind)
     if hasattr(kind, "__struct_fields__") or is_dataclass(kind):
         yield kind
         for inner in get_type_hints(kind).values():
-            yield from _within(inner, seen)
+            yield from _within(inner, visited)
     for inner in get_args(kind):
-        yield from _within(inner, seen)
+        yield from _within(inner, visited)
 
 
 def _comments(kind: type) -> dict[str, str]:
@@ -73,7 +73,7 @@ def _comments(kind: type) -> dict[str, str]:
     names = {name: name for name in get_type_hints(kind)}
     if issubclass(kind, msgspec.Struct):
         names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
-    said: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         above: list[str] = []
         for line in inspect.getsource(base).splitlines() if base.__module__.startswith("mtp_extract") else ():
@@ -81,6 +81,6 @@ def _comments(kind: type) -> dict[str, str]:
                 above.append(comment[1])
                 continue
             if (field := re.match(r" +(\w+): .*?(?:  #:? (.*))?$", line)) and field[1] in names:
-                said[names[field[1]]] = field[2] or " ".join(above)
+                meanings[names[field[1]]] = field[2] or " ".join(above)
             above = []
-    return {name: text for name, text in said.items() if text}
+    return {name: text for name, text in meanings.items() if text}

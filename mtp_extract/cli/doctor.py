@@ -25,12 +25,12 @@ def command(plan: DoctorPlan, print_json: AsJson = False) -> None:
     from mtp_extract.doctor.verdict import tables
     from mtp_extract.report.page import plain_json
 
-    found = diagnose(plan, path, doing_unless(print_json))
+    diagnosis = diagnose(plan, path, doing_unless(print_json))
     if print_json:
-        write_json(plain_json(found))
+        write_json(plain_json(diagnosis))
     else:
-        say_report(plain_json(found), tables(found))
-    if found.outcome == "does not fit":
+        say_report(plain_json(diagnosis), tables(diagnosis))
+    if diagnosis.outcome == "does not fit":
         raise typer.Exit(1)
 
 

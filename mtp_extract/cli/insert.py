@@ -57,7 +57,7 @@ def command(
     from mtp_extract.insertion.plan import InsertionResult
 
     with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
-        made = insert(
+        inserted = insert(
             source,
             bundle,
             out,
@@ -70,7 +70,8 @@ def command(
             show=show,
             progress=tick,
         )
-    plan, result = (made.plan, made) if isinstance(made, InsertionResult) else (made, None)
+    result = inserted if isinstance(inserted, InsertionResult) else None
+    plan = inserted.plan if isinstance(inserted, InsertionResult) else inserted
     if print_json:
         write_json(plan.as_json(result))
     else:
@@ -80,13 +81,14 @@ def command(
 
 
 def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
-    changed = [(role, one) for role, own in plan.encodings.items() for one in own if one.how != "kept"]
-    every = sum(map(len, plan.encodings.values()))
+    encodings = [(role, encoding) for role, of_role in plan.encodings.items() for encoding in of_role]
+    changed = [(role, encoding) for role, encoding in encodings if encoding.how != "kept"]
     what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
-    say(f"{what} {escape(plan.source.name)}: {len(changed)} of {every} weights change, {size(plan.source.size)}")
+    name = escape(plan.source.name)
+    say(f"{what} {name}: {len(changed)} of {len(encodings)} weights change, {size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
-        rows = [[role, one.storage.type.name, one.how, f"{one.error:.2g}"] for role, one in changed]
+        rows = [[role, encoding.storage.type.name, encoding.how, f"{encoding.error:.2g}"] for role, encoding in changed]
         table(rows, ["role", "stored", "what", "error"])
     if plan.losses.roles:
         say(plan.losses.in_words)

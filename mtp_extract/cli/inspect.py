@@ -61,41 +61,45 @@ def command(
         _write_skeleton(source, skeleton, print_json=print_json)
         return
     with progress(quiet=print_json) as tick:
-        found = inspect(source, tensors=tensors, graph=graph, against=against, progress=tick)
+        result = inspect(source, tensors=tensors, graph=graph, against=against, progress=tick)
     if print_json:
-        write_json(found.report if isinstance(found, Inspection) else found.as_json())
-    elif not isinstance(found, Inspection):
-        _show_comparison(found)
-    elif "holds" in found.report:
-        _show_checkpoint(found.report)
+        write_json(result.report if isinstance(result, Inspection) else result.as_json())
+    elif not isinstance(result, Inspection):
+        _show_comparison(result)
+    elif "holds" in result.report:
+        _show_checkpoint(result.report)
     else:
-        _show_bundle(found.report)
-    if found.problem is not None:
-        raise found.problem
+        _show_bundle(result.report)
+    if result.problem is not None:
+        raise result.problem
 
 
 def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
     from mtp_extract.pipeline.skeleton import write_skeleton
 
-    made = write_skeleton(source, out)
+    written = write_skeleton(source, out)
     if print_json:
-        write_json(asdict(made))
+        write_json(asdict(written))
         return
-    say(f"Wrote {escape(made.path)} ({size(made.size)}), which holds no weight of {escape(source)}")
-    weights = f"left out: {several(made.weights, 'weight')} ({size(made.left_out)})"
-    say(f"  {weights}" + (f", and {made.doubtful} other constants that may be weights" if made.doubtful else ""))
-    say(f"  mtp-inspect {escape(made.path)} --graph reads it as it reads the file.")
+    say(f"Wrote {escape(written.path)} ({size(written.size)}), which holds no weight of {escape(source)}")
+    weights = f"left out: {several(written.weights, 'weight')} ({size(written.left_out)})"
+    say(f"  {weights}" + (f", and {written.doubtful} other constants that may be weights" if written.doubtful else ""))
+    say(f"  mtp-inspect {escape(written.path)} --graph reads it as it reads the file.")
 
 
-def _show_comparison(found: BaseComparison) -> None:
-    say(f"{escape(found.bundle)}: its base, {found.layers} layers, against the base in {escape(found.checkpoint)}")
+def _show_comparison(comparison: BaseComparison) -> None:
+    bundle = escape(comparison.bundle)
+    checkpoint = escape(comparison.checkpoint)
+    say(f"{bundle}: its base, {comparison.layers} layers, against the base in {checkpoint}")
     roles = [
-        (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why) for r in found.roles
+        (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why)
+        for r in comparison.roles
     ]
     table(roles, ["role", "verdict", "stored", "shape", "steps", "error", "why"])
-    say(f"{len(found.roles)} roles: {_counts(found.counts)}")
-    if found.not_compared:
-        say(f"  not compared: {', '.join(f'{n} tensors of {escape(part)}' for part, n in found.not_compared.items())}")
+    say(f"{len(comparison.roles)} roles: {_counts(comparison.counts)}")
+    if comparison.not_compared:
+        parts = (f"{count} tensors of {escape(part)}" for part, count in comparison.not_compared.items())
+        say(f"  not compared: {', '.join(parts)}")
     say("  Weights are compared, not what the graphs compute with them.")
 
 
@@ -106,11 +110,7 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         what = "converted" if record["converted_from"] else "extracted"
         tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
         say(f"  {what} from {escape(record['source']['name'])} by {tool}")
-        for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
-            if made := record.get(key):
-                ratio, texts = made["overall"]["rounds"]["ratio"], made["overall"]["texts"]
-                gain = f"{ratio:.3f} times the tokens per round on {texts} held-out texts"
-                say(f"  {what} beside {escape(made['base'])}: {gain}")
+        _say_changes(record)
         if why := record.get("not_proven"):
             say(f"  Not proven, {NAMED}: {escape('; '.join(why), longest=2000)}")
     else:
@@ -132,6 +132,15 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
 
 
+def _say_changes(record: Mapping[str, Any]) -> None:
+    """Print what the drafter gained by what mtp-tune did to it."""
+    for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
+        if change := record.get(key):
+            overall = change["overall"]
+            gain = f"{overall['rounds']['ratio']:.3f} times the tokens per round on {overall['texts']} held-out texts"
+            say(f"  {what} beside {escape(change['base'])}: {gain}")
+
+
 def _comparison_with_published(compared: Mapping[str, Any]) -> str:
     """What the SHA-256 of the bundle, which was computed, says of where it comes from."""
     published = compared["published"]
@@ -148,16 +157,16 @@ def _comparison_with_published(compared: Mapping[str, Any]) -> str:
 
 def _show_bundle(report: Mapping[str, Any]) -> None:
     version = f" {report['version']}" if report["version"] else ""
-    known = f", {report['known_bundle']}" if report["known_bundle"] else ""
+    published = f", {report['known_bundle']}" if report["known_bundle"] else ""
     drafter, holds = report["drafter"], "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
     if drafter is not None:
         base = drafter["base_model"]
         holds = f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
-    say_all(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{known}; holds {holds}")
+    say_all(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{published}; holds {holds}")
     table(list(report["items"].items()))
     if sections := report["sections"]:
-        shown = [one | {"items": {**one["items"], "model_type": None}} for one in sections]
-        _list(f"{len(sections)} sections", shown, "index", "type", "model_type", "begin", "size", "items")
+        entries = [section | {"items": {**section["items"], "model_type": None}} for section in sections]
+        _list(f"{len(sections)} sections", entries, "index", "type", "model_type", "begin", "size", "items")
     if trace := report.get("trace"):
         _show_trace(trace)
     if drafter is not None:

@@ -38,16 +38,16 @@ def command(plan: TuningPlan) -> None:
     first = os.environ.get("RANK", "0") == "0"
     try:
         with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
-            found = run_tuning(plan, doing, show, stop)
+            outcome = run_tuning(plan, doing, show, stop)
     except BaseException:
         if first and any(plan.kept_in.glob("*.jsonl")):
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
         raise
     if first:
-        _show(found, plan)
-    if found.directory is None:
+        _show(outcome, plan)
+    if outcome.directory is None:
         if first:
-            why = "; ".join(found.refused)
+            why = "; ".join(outcome.refused)
             error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
         raise typer.Exit(1)
 
@@ -76,62 +76,78 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show(found: Outcome, plan: TuningPlan) -> None:
+def _show(outcome: Outcome, plan: TuningPlan) -> None:
     """What was made, the comparison before and after, and where all of it lies."""
-    record = found.record
+    record = outcome.record
     if plan.mode == ORDERED:
         say(
             f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
             f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
         )
-        kept = ", ".join(f"{name} {_share(one)}" for name, one in record["kinds"].items())
-        say(f"Kept of the dense head's choices on held-out text, by kind of text: {kept}")
+        shares = ", ".join(f"{name} {_share(agreement)}" for name, agreement in record["kinds"].items())
+        say(f"Kept of the dense head's choices on held-out text, by kind of text: {shares}")
     else:
+        texts = len(outcome.corpus.trained)
         say(
-            f"Trained {record['numbers']} numbers on {len(found.corpus.trained)} texts, {record['steps_done']} steps, "
+            f"Trained {record['numbers']} numbers on {texts} texts, {record['steps_done']} steps, "
             f"best after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
         )
-    _show_comparisons(found.comparisons, plan)
-    say_notes(found.notes)
-    if found.directory is not None:
-        forced = f"; forced: {'; '.join(found.refused)}" if found.refused else ""
-        say(f"Wrote {escape(found.directory)}/, read back and compared{forced}")
+    _show_comparisons(outcome.comparisons, plan)
+    say_notes(outcome.notes)
+    if outcome.directory is not None:
+        forced = f"; forced: {'; '.join(outcome.refused)}" if outcome.refused else ""
+        say(f"Wrote {escape(outcome.directory)}/, read back and compared{forced}")
 
 
-def _share(kept: Mapping[str, Any]) -> str:
-    bounds = " ({:.2%} to {:.2%})".format(*kept["interval"]) if kept["interval"] else ""
-    return f"{kept['share']:.2%}{bounds}"
+def _share(agreement: Mapping[str, Any]) -> str:
+    interval = agreement["interval"]
+    bounds = " ({:.2%} to {:.2%})".format(*interval) if interval else ""
+    return f"{agreement['share']:.2%}{bounds}"
 
 
-def _show_comparisons(found: Comparisons, plan: TuningPlan) -> None:
-    """What is gained in rounds, and on text that training has not seen; by workload; of single texts."""
-    overall, unseen = found.overall, found.unseen
+def _show_comparisons(comparisons: Comparisons, plan: TuningPlan) -> None:
+    """Print what is gained in rounds, and on text that training has not seen; by workload; of single texts."""
     when = ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after")
-    before, after, ratio = overall.before, overall.after, f"x {overall.rounds.ratio:.3f}"
     say(f"On held-out text, with {plan.draft_steps} drafts a round, 95 % intervals over texts:")
+    table(_rows_of_all(comparisons), ("", "texts", *when, "change", ""))
+
+    say("By workload, teacher-forced tokens per round, and rounds:")
+    by_workload = [
+        [name, *_lengths(comparison), f"x {comparison.rounds.ratio:.3f}"]
+        for name, comparison in comparisons.workloads.items()
+    ]
+    table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
+
+    say("Texts that lose most, or gain least, teacher-forced tokens per round:")
+    worst = [[text.workload, text.name, f"{text.before:.2f} to {text.after:.2f}"] for text in comparisons.worst]
+    table(worst, longest=_WIDEST)
+
+
+def _rows_of_all(comparisons: Comparisons) -> list[list[Any]]:
+    overall = comparisons.overall
+    before = overall.before
+    after = overall.after
+    ratio = f"x {overall.rounds.ratio:.3f}"
     rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _interval(overall.rounds.interval, ".3f")]
     tokens = [f"{before.tokens_per_round:.3f}", f"{after.tokens_per_round:.3f}", "", ""]
-    rows = [
+    unseen = _lengths(comparisons.unseen) if comparisons.unseen else [0, "", "", "", ""]
+    return [
         ["rounds, before for one after", overall.texts, *rounds],
         ["tokens per round", overall.texts, *tokens],
         ["teacher-forced tokens per round", *_lengths(overall)],
-        ["… where text is new to training", *(_lengths(unseen) if unseen else [0, "", "", "", ""])],
+        ["… where text is new to training", *unseen],
     ]
-    table(rows, ("", "texts", *when, "change", ""))
-    say("By workload, teacher-forced tokens per round, and rounds:")
-    by_workload = [[name, *_lengths(one), f"x {one.rounds.ratio:.3f}"] for name, one in found.workloads.items()]
-    table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
-    say("Texts that lose most, or gain least, teacher-forced tokens per round:")
-    table([[one.workload, one.name, f"{one.before:.2f} to {one.after:.2f}"] for one in found.worst], longest=_WIDEST)
 
 
 def _interval(bounds: Interval | None, form: str) -> str:
     return f"({bounds.low:{form}} to {bounds.high:{form}})" if bounds else ""
 
 
-def _lengths(found: Comparison) -> list[Any]:
-    lengths = (f"{one.teacher_forced:.3f}" for one in (found.before, found.after))
-    return [found.texts, *lengths, f"{found.change.mean:+.3f}", _interval(found.change.interval, "+.3f")]
+def _lengths(comparison: Comparison) -> list[Any]:
+    before = f"{comparison.before.teacher_forced:.3f}"
+    after = f"{comparison.after.teacher_forced:.3f}"
+    change = comparison.change
+    return [comparison.texts, before, after, f"{change.mean:+.3f}", _interval(change.interval, "+.3f")]
 
 
 _EXAMPLES = {

@@ -26,7 +26,7 @@ from mtp_extract.evaluation.agreement import Acceptance, figure, groups
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student_quantile
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_forced
 
 BATCH = 16
 """Texts that the base reads at a time."""
@@ -84,35 +84,54 @@ def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Tex
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
         ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen])
         for table, drafter in zip(tables, drafters, strict=True):
-            made = teacher_forced(base, drafter, chosen, steps, full=full)
-            room = ends[made.text] - made.anchor
-            stands = (made.drafts == made.targets).double().cumprod(dim=1) * (torch.arange(steps) < room[:, None])
-            begins = Acceptance.over(made.text, made.anchor, stands).begins * (room > 0)
-            counted = begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
-            table.index_add_(0, torch.tensor(rows)[made.text], counted)
+            forced = teacher_forced(base, drafter, chosen, steps, full=full)
+            table.index_add_(0, torch.tensor(rows)[forced.text], _expected_of_anchors(forced, ends))
     tokens = np.array([float(len(text.anchors)) for text in texts])
     return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]
+
+
+def _expected_of_anchors(forced: Agreement, ends: torch.Tensor) -> torch.Tensor:
+    """By anchor: rounds that begin there, and drafts that these accept at each step; [anchors, 1 + K].
+
+    Args:
+        ends: by text, the index of the last token up to which an engine drafts.
+    """
+    room = ends[forced.text] - forced.anchor
+    # A draft stands where all before it do, and where there is room for it.
+    steps = forced.drafts.shape[1]
+    stands = (forced.drafts == forced.targets).double().cumprod(dim=1) * (torch.arange(steps) < room[:, None])
+    begins = Acceptance.over(forced.text, forced.anchor, stands).begins * (room > 0)
+    return begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
 
 
 def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
     """How well each of ``expected`` fits, likeliest first; all over the same texts."""
     scores = {name: _log_likelihood(served, counts) for name, counts in expected.items()}
     names = sorted(scores, key=lambda name: -scores[name].sum())
-    texts, fits = len(served.tokens), []
+    texts = len(served.tokens)
+    fits = list[Fit]()
     for name in names:
-        lead, least = scores[names[0]] - scores[name], None
-        missing = expected[name].accepted - served.accepted
-        mean = float(missing.sum() / served.tokens.sum())
-        gap = Figure(mean, texts)
+        lead = scores[names[0]] - scores[name]
+        least = None
         if texts >= LEAST_TEXTS:
             # One end of an interval that has 5 % on either side.
             least = float(lead.mean() - student_quantile(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
-            # Not by delta_bounds: these are no draws, and exactly 0 where a server does what is expected of it.
-            error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
-            half = student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
-            gap = Figure(mean, texts, [mean - half, mean + half])
-        fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, gap))
+        missing = _missing(served, expected[name])
+        fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, missing))
     return fits
+
+
+def _missing(served: Counts, expected: Counts) -> Figure:
+    """Accepted drafts that were expected and not served, of a token: Σ missing / Σ tokens."""
+    texts = len(served.tokens)
+    missing = expected.accepted - served.accepted
+    mean = float(missing.sum() / served.tokens.sum())
+    if texts < LEAST_TEXTS:
+        return Figure(mean, texts)
+    # Not by delta_bounds: these are no draws, and exactly 0 where a server does what is expected of it.
+    error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
+    half = student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
+    return Figure(mean, texts, [mean - half, mean + half])
 
 
 def sure(fits: Sequence[Fit], texts: int) -> bool:
@@ -124,11 +143,13 @@ def sure(fits: Sequence[Fit], texts: int) -> bool:
 def _log_likelihood(served: Counts, expected: Counts) -> Floats:
     """Of each text."""
     by_step = served.by_step is not None and expected.by_step is not None
-    told, expects = (one.reached if by_step else [one.tokens, one.accepted] for one in (served, expected))
+    served_pairs, expected_pairs = (
+        pairwise(counts.reached if by_step else [counts.tokens, counts.accepted]) for counts in (served, expected)
+    )
     total = np.zeros(len(served.tokens))
-    for (size, hits), (among, stand) in zip(pairwise(told), pairwise(expects), strict=True):
+    for (size, hits), (among, stand) in zip(served_pairs, expected_pairs, strict=True):
         # The expected share of a text is drawn towards that of all texts, as if one more draw had been that.
-        whole = stand.sum() / among.sum() if among.sum() else 0.0
-        mean = np.clip((stand + whole) / (among + 1), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
+        overall = stand.sum() / among.sum() if among.sum() else 0.0
+        mean = np.clip((stand + overall) / (among + 1), _LEAST_CHANCE, 1 - _LEAST_CHANCE)
         total += hits * np.log(mean) + (np.maximum(size, hits) - hits) * np.log(1 - mean)
     return total

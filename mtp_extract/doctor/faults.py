@@ -61,17 +61,17 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
         layers: of the base.
         lag: tokens that a round adds in serving, on the mean.
     """
-    found: dict[str, Drafter] = {}
+    faulty: dict[str, Drafter] = {}
     for control in CONTROLS:
         if control.name == POSITION:
-            found[POSITION] = FaultyDrafter(drafter, TRANSFORMERS if convention == LITERT else LITERT)
+            faulty[POSITION] = FaultyDrafter(drafter, TRANSFORMERS if convention == LITERT else LITERT)
         elif (changed := control.drafter(drafter)) is not None:
-            found[control.name] = control.broken(changed, convention)
-    found["early_state"] = _early_state(drafter, convention, layers)
+            faulty[control.name] = control.broken(changed, convention)
+    faulty["early_state"] = _early_state(drafter, convention, layers)
     halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
-    found["fp16_overflow"] = FaultyDrafter(drafter.with_tensors(halves), convention)
-    found["stale_kv"] = FaultyDrafter(drafter, replace(convention, unwritten=lag))
-    return found
+    faulty["fp16_overflow"] = FaultyDrafter(drafter.with_tensors(halves), convention)
+    faulty["stale_kv"] = FaultyDrafter(drafter, replace(convention, unwritten=lag))
+    return faulty
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, l
     best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
         return Expected({SOUND: sound}, best)
-    made = broken(drafter, best, base.num_layers, max(1, round(lag)))
-    counts = zip(made, expected_counts(base, [*made.values()], texts, steps), strict=True)
+    faulty = broken(drafter, best, base.num_layers, max(1, round(lag)))
+    by_fault = zip(faulty, expected_counts(base, [*faulty.values()], texts, steps), strict=True)
     least = _MOVES * sound.tokens.sum()
-    changing = {name: c for name, c in counts if np.abs(c.accepted - sound.accepted).sum() >= least}
+    changing = {name: counts for name, counts in by_fault if np.abs(counts.accepted - sound.accepted).sum() >= least}
     return Expected({SOUND: sound, **changing}, best)

@@ -21,7 +21,7 @@ from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, silent
-from mtp_extract.evaluation.prompts import read_prompts
+from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.litertlm.published import base_model_of
@@ -44,55 +44,77 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
     identity = identify(place, public_name(str(place)))
-    given = read_prompts(plan.prompts, chat_template=plan.chat_template)
-    prompts = list({prompt.key: prompt for prompt in given}.values())
-    answers, serving = None, None
+    all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
+    prompts = list({prompt.key: prompt for prompt in all_prompts}.values())
+    answers: list[Answer] | None = None
+    serving = None
     if plan.server is not None:
         with Server(plan.server, model=plan.model, key=plan.key) as server:
             say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
             serving = _serving(server, answers)
     drafts = plan.drafts or _drafts_of(answers or ())
-    settings = {name: getattr(plan, name) for name in ("max_tokens", "chat_template")}
-    settings |= {"prompts": len(prompts), "drafts": drafts or _DRAFTS, "drafts_known": drafts is not None}
+    settings = {
+        "max_tokens": plan.max_tokens,
+        "chat_template": plan.chat_template,
+        "prompts": len(prompts),
+        "drafts": drafts or _DRAFTS,
+        "drafts_known": drafts is not None,
+    }
+
     say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
     checks = check_fit(place, identity, drafter, loaded)
-    found = Diagnosis(drafter=identity, base=public_name(plan.base), settings=settings, serving=serving, checks=checks)
-    found.notes += (*read_checkpoint(place).notes, *loaded.notes)
-    if any(check.passed is False for check in checks):
-        return judge(found)
-    generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    with memory_guard("running the base"):
-        encoded = [generator.codec.encode(one.content, chat_template=plan.chat_template) for one in prompts]
-        say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
-        chosen = samples(generator, encoded, answers, plan)
-        found.notes += _notes(chosen, len(prompts))
-        if chosen:
-            base, steps = generator.base, int(settings["drafts"])
-            served = served_counts(chosen, steps, base.stop_token_ids)
-            lag = served.tokens_per_round if served else None
-            hold_against(found, expect(drafter, base, [sample.text for sample in chosen], steps, lag=lag), served)
-            found.text = text_fit(generator, chosen) if serving is not None else None
-    return judge(found)
+    base = public_name(plan.base)
+    diagnosis = Diagnosis(drafter=identity, base=base, settings=settings, serving=serving, checks=checks)
+    diagnosis.notes += (*read_checkpoint(place).notes, *loaded.notes)
+    if all(check.passed is not False for check in checks):
+        generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+        with memory_guard("running the base"):
+            _read_texts(diagnosis, generator, prompts, answers, plan, say)
+    return judge(diagnosis)
 
 
-def hold_against(found: Diagnosis, known: Expected, served: Counts | None) -> None:
-    """Add to ``found`` what is expected, and which fault the counters of the same texts are like."""
-    steps = int(found.settings["drafts"])
-    found.expected = known.counts[SOUND].rates(steps)
-    found.convention = _CONVENTIONS[known.convention] if known.convention else None
+def _read_texts(
+    diagnosis: Diagnosis,
+    generator: SpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer] | None,
+    plan: DoctorPlan,
+    say: Say,
+) -> None:
+    """Add to ``diagnosis`` what is expected and what was served along the texts of ``prompts``."""
+    encoded = [generator.codec.encode(prompt.content, chat_template=plan.chat_template) for prompt in prompts]
+    say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
+    chosen = samples(generator, encoded, answers, plan)
+    diagnosis.notes += _notes(chosen, len(prompts))
+    if not chosen:
+        return
+    steps = int(diagnosis.settings["drafts"])
+    served = served_counts(chosen, steps, generator.base.stop_token_ids)
+    lag = served.tokens_per_round if served else None
+    texts = [sample.text for sample in chosen]
+    hold_against(diagnosis, expect(generator.drafter, generator.base, texts, steps, lag=lag), served)
+    diagnosis.text = text_fit(generator, chosen) if diagnosis.serving is not None else None
+
+
+def hold_against(diagnosis: Diagnosis, expected: Expected, served: Counts | None) -> None:
+    """Add to ``diagnosis`` what is expected, and which fault the counters of the same texts are like."""
+    steps = int(diagnosis.settings["drafts"])
+    diagnosis.expected = expected.counts[SOUND].rates(steps)
+    diagnosis.convention = _CONVENTIONS[expected.convention] if expected.convention else None
     if served is not None:
-        found.served, found.fits = served.rates(steps), compare(served, known.counts)
+        diagnosis.served = served.rates(steps)
+        diagnosis.fits = compare(served, expected.counts)
 
 
 def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
     """A server, and all that it counted."""
-    known = [(one.counted.drafted, rounds_of(one)) for one in answers if one.counted]
-    drafted = [drafts for drafts, _ in known if drafts is not None]
-    in_rounds = [(drafts, rounds) for drafts, rounds in known if drafts and rounds]
+    counts = [(answer.counted.drafted, rounds_of(answer)) for answer in answers if answer.counted]
+    drafted = [drafts for drafts, _ in counts if drafts is not None]
+    in_rounds = [(drafts, rounds) for drafts, rounds in counts if drafts and rounds]
     per_round = sum(d for d, _ in in_rounds) / sum(r for _, r in in_rounds) if in_rounds else None
     total = sum(drafted) if drafted else None
     return Serving(server.name, server.kind.name, total, per_round)
@@ -100,16 +122,16 @@ def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
 
 def _drafts_of(answers: Sequence[Answer]) -> int | None:
     """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    known = [(one.counted, rounds) for one in answers if one.counted and (rounds := rounds_of(one))]
-    means = [(c.drafted / rounds, c.rounds) for c, rounds in known if c.drafted]
+    counts = [(answer.counted, rounds) for answer in answers if answer.counted and (rounds := rounds_of(answer))]
+    means = [(counters.drafted / rounds, counters.rounds) for counters, rounds in counts if counters.drafted]
     return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
 
 
 def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
     """What was left out, and where the server read other prompts."""
     if left_out := prompts - len(chosen):
-        told = f"{left_out} of {several(prompts, 'text')}"
-        yield f"Not counted: {told}, too short, repeats, or not reported in these tokens."
+        uncounted = f"{left_out} of {several(prompts, 'text')}"
+        yield f"Not counted: {uncounted}, too short, repeats, or not reported in these tokens."
     if bare := sum(sample.without_bos for sample in chosen):
         yield (
             f"The BOS token is added here to text that no chat template wrote, and not at the server, for {bare} of "
@@ -155,8 +177,8 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
         checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
     named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
     what = f"made for {identity.made_for or 'a base that is not known'}; here it is {named}, {loaded.dtype}"
-    known = named == (identity.made_for or "").rpartition("/")[2]
-    return [*checks, Check("made for this base", True if known else None, escape(what))]
+    is_named = named == (identity.made_for or "").rpartition("/")[2]
+    return [*checks, Check("made for this base", True if is_named else None, escape(what))]
 
 
 def _same(name: str, drafter: object, base: object) -> Check:
@@ -168,10 +190,10 @@ def _same(name: str, drafter: object, base: object) -> Check:
 def _attention(config: DrafterConfig, base: Base) -> Iterator[Check]:
     ropes = getattr(base.config, "rope_parameters", None) or {}
     for kind, layer in config.kv_layers.items():
-        own = ropes.get(kind)
-        if isinstance(own, Mapping):
-            found = own.get("rope_theta"), own.get("partial_rotary_factor", 1.0)
-            yield _same(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), found)
+        rope = ropes.get(kind)
+        if isinstance(rope, Mapping):
+            of_base = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
+            yield _same(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), of_base)
         if layer.sliding_window is not None:
             yield _same("sliding window", layer.sliding_window, base.windows.get(kind))
     cap, theirs = config.final_logit_softcap or None, getattr(base.config, "final_logit_softcapping", None) or None

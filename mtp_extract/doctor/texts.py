@@ -41,13 +41,14 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
     Raises:
         MtpExtractError: the server does not answer as it should.
     """
-    found = []
+    answers = []
     for prompt in prompts:
-        before, more = server.counters(), {"temperature": 0.0, **server.kind.ids}
-        (answer,) = server.ask([question(prompt.content, plan.max_tokens, plan.chat_template, **more)])
+        before = server.counters()
+        fields = {"temperature": 0.0, **server.kind.ids}
+        (answer,) = server.ask([question(prompt.content, plan.max_tokens, plan.chat_template, **fields)])
         counted, _ = server.counted(before, [answer], plan.max_tokens)
-        found.append(structs.replace(answer, counted=counted))
-    return found
+        answers.append(structs.replace(answer, counted=counted))
+    return answers
 
 
 def rounds_of(answer: Answer) -> float | None:
@@ -55,8 +56,8 @@ def rounds_of(answer: Answer) -> float | None:
     counted = answer.counted or Counters()
     if counted.rounds is not None or answer.tokens is None or counted.accepted is None:
         return counted.rounds
-    found = answer.tokens - 1 - counted.accepted
-    return found - 0.5 if found >= _FEW_ROUNDS else None
+    rounds = answer.tokens - 1 - counted.accepted
+    return rounds - 0.5 if rounds >= _FEW_ROUNDS else None
 
 
 def samples(
@@ -72,31 +73,46 @@ def samples(
     Raises:
         PairError: the server writes tokens that the base does not have.
     """
-    told: Sequence[Answer | None] = answers or [None] * len(encoded)
-    most = max((t for a in answers or () for t in (*(a.token_ids or ()), *(a.prompt_ids or ()))), default=0)
-    if most >= (size := generator.base.vocab_size):
+    by_prompt: Sequence[Answer | None] = answers or [None] * len(encoded)
+    _check_vocabulary(generator, answers or ())
+    bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
+    prompts = [_as_read(*pair, bos) for pair in zip(encoded, by_prompt, strict=True)]
+    written = list[Tokens]([()] * len(prompts))
+    if not all(answer is not None and answer.token_ids is not None for answer in by_prompt):
+        written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
+
+    readable = list[Sample]()
+    for here, prompt, answer, reference in zip(encoded, prompts, by_prompt, written, strict=True):
+        tokens = reference if answer is None else _tokens(generator, answer, reference)
+        if tokens is not None:
+            text = Text((*prompt, *tokens), len(prompt))
+            readable.append(Sample(text, answer, _is_alike(here, prompt, answer), without_bos=prompt == here[1:]))
+    again = find_repeats([sample.text.tokens for sample in readable])
+    usable = [sample for index, sample in enumerate(readable) if sample.text.anchors and index not in again]
+    return [sample for sample in usable if _says_accepted(sample.answer)] or usable
+
+
+def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]) -> None:
+    """Raise a PairError where a server has tokens that the base does not have."""
+    ids = (token for answer in answers for token in (*(answer.token_ids or ()), *(answer.prompt_ids or ())))
+    most = max(ids, default=0)
+    size = generator.base.vocab_size
+    if most >= size:
         raise PairError(
             f"expected a server with tokens below {size}, found {most}: it has another base. Name that one.",
             remedies=("base",),
         )
-    bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
-    prompts = [_as_read(*pair, bos) for pair in zip(encoded, told, strict=True)]
-    found, written = list[Sample](), list[Tokens]([()] * len(prompts))
-    if not all(answer is not None and answer.token_ids is not None for answer in told):
-        written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
-    for here, prompt, answer, own in zip(encoded, prompts, told, written, strict=True):
-        tokens = own if answer is None else _tokens(generator, answer, own)
-        alike = None
-        if answer is not None and (answer.prompt_ids is not None or answer.prompt_tokens is not None):
-            alike = prompt == here and answer.prompt_tokens in (None, len(here))
-        if tokens is not None:
-            text = Text((*prompt, *tokens), len(prompt))
-            found.append(Sample(text, answer, alike, without_bos=prompt == here[1:]))
-    again = find_repeats([sample.text.tokens for sample in found])
-    kept = [sample for index, sample in enumerate(found) if sample.text.anchors and index not in again]
-    return [
-        one for one in kept if one.answer and one.answer.counted and one.answer.counted.accepted is not None
-    ] or kept
+
+
+def _is_alike(here: Tokens, prompt: Tokens, answer: Answer | None) -> bool | None:
+    """Whether the server read as ``prompt`` what it is ``here``; None where it does not say."""
+    if answer is None or (answer.prompt_ids is None and answer.prompt_tokens is None):
+        return None
+    return prompt == here and answer.prompt_tokens in (None, len(here))
+
+
+def _says_accepted(answer: Answer | None) -> bool:
+    return answer is not None and answer.counted is not None and answer.counted.accepted is not None
 
 
 def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
@@ -107,12 +123,12 @@ def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
     return prompt[1:] if shorter else prompt
 
 
-def _tokens(generator: SpeculativeGenerator, answer: Answer, own: Tokens) -> Tokens | None:
-    """The tokens of an answer; None where they cannot be known. ``own``: what the reference wrote."""
+def _tokens(generator: SpeculativeGenerator, answer: Answer, written: Tokens) -> Tokens | None:
+    """The tokens of an answer; None where they cannot be known. ``written``: what the reference wrote."""
     if answer.token_ids is not None or answer.reasoning:
         return answer.token_ids
-    if answer.text == generator.codec.decode(own):
-        return own
+    if answer.text == generator.codec.decode(written):
+        return written
     tokens = generator.codec.continued(answer.text)
     # The token that ended the text may be missing.
     return tokens if (answer.tokens or len(tokens)) - len(tokens) in (0, 1) else None
@@ -128,25 +144,32 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     Args:
         stops: tokens that end a text.
     """
-    table, by_step = np.zeros((len(chosen), 3)), list[list[int]]()
+    table = np.zeros((len(chosen), 3))
+    by_step = list[list[int]]()
     for row, sample in zip(table, chosen, strict=True):
-        answer, length = sample.answer, len(sample.text.anchors)
+        answer = sample.answer
+        length = len(sample.text.anchors)
         if answer is None or answer.counted is None or answer.counted.accepted is None:
             return None
         rounds, accepted = answer.counted.rounds, answer.counted.accepted
         if rounds is not None:
             positions = [*(answer.counted.positions or ()), *[0] * steps][:steps]
-            added = max(length, (answer.tokens or 0) - 1)  # the token that ended the text may be missing in it
-            room = max(0, added - rounds + (added > length or sample.text.tokens[-1] in stops))
-            beyond = max(0, accepted - room)
+            beyond = max(0, accepted - _room(sample.text, answer, rounds, stops))
             for step in [step for step, count in enumerate(positions) if count][::-1][:beyond]:
                 positions[step] -= 1
             accepted -= beyond
             if answer.counted.positions is not None and sum(positions) == accepted:
                 by_step.append(positions)
         row[:] = length, max(1, length - accepted) if rounds is None else rounds, accepted
-    known = np.array(by_step, np.float64) if len(by_step) == len(chosen) else None
-    return Counts(table[:, 0], table[:, 1], table[:, 2], known) if table[:, 1].sum() else None
+    accepted_by_step = np.array(by_step, np.float64) if len(by_step) == len(chosen) else None
+    return Counts(table[:, 0], table[:, 1], table[:, 2], accepted_by_step) if table[:, 1].sum() else None
+
+
+def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> int:
+    """Drafts that so many ``rounds`` can have accepted of ``text``."""
+    length = len(text.anchors)
+    added = max(length, (answer.tokens or 0) - 1)  # the token that ended the text may be missing in it
+    return max(0, added - rounds + (added > length or text.tokens[-1] in stops))
 
 
 def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
@@ -155,8 +178,8 @@ def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextF
     for group in groups([len(sample.text.tokens) for sample in chosen], BATCH):
         texts = [chosen[row].text for row in group]
         likeliest = likeliest_of_base(generator.base, texts)
-        for row, text, found in zip(group, texts, likeliest.double(), strict=True):
-            part = found[max(1, text.prompt_length) - 1 : len(text.tokens) - 1]
+        for row, text, hits_of_text in zip(group, texts, likeliest.double(), strict=True):
+            part = hits_of_text[max(1, text.prompt_length) - 1 : len(text.tokens) - 1]
             rows.append((torch.full((len(part),), row), part))
     text_of, hits = (torch.cat(column) for column in zip(*rows, strict=True))
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]

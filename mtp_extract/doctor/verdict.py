@@ -6,7 +6,8 @@ expects is near what was served.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mtp_extract.doctor.counts import sure
 from mtp_extract.doctor.faults import FAULTS, SOUND
@@ -43,96 +44,122 @@ _ELSEWHERE = (
 )
 
 
-def judge(found: Diagnosis) -> Diagnosis:
+def judge(diagnosis: Diagnosis) -> Diagnosis:
     """Add the verdict: does the pair fit, is there something to compare, is the text this base's, which fault is it."""
-    serving, said = found.serving, _rates(found)
-    if wrong := "; ".join(f"{check.name}: {check.found}" for check in found.checks if check.passed is False):
-        return _say(found, "does not fit", f"Drafter and base do not fit: {wrong}.", [_FITTING])
+    serving = diagnosis.serving
+    wrong = "; ".join(f"{check.name}: {check.found}" for check in diagnosis.checks if check.passed is False)
+    if wrong:
+        return _conclude(diagnosis, "does not fit", f"Drafter and base do not fit: {wrong}.", [_FITTING])
     if serving is not None and serving.drafted == 0:
         what = f"{serving.name} drafted nothing: it was started without a drafter, or does not use it."
-        return _say(found, "nothing drafted", what, [_STARTING])
-    if found.expected is None:
-        return _say(found, "cannot tell", "Cannot tell: no text was long enough to draft along.", [_MORE])
-    first = found.expected.steps[0].value if found.expected.steps else None
-    steps = [_TUNING] if first is not None and first < _LOW else []
+        return _conclude(diagnosis, "nothing drafted", what, [_STARTING])
+    if diagnosis.expected is None:
+        return _conclude(diagnosis, "cannot tell", "Cannot tell: no text was long enough to draft along.", [_MORE])
     if serving is None:
-        return _say(found, "not served", f"Expected of this pair: {said}.", steps)
-    if found.text is not None and (ends := found.text.likeliest.ci95) is not None and ends[1] < _OWN:
-        return _another_text(found, found.text)
-    if found.served is None:
-        what = f"Cannot tell: {serving.name} reports nothing of its drafts; {said}."
-        return _say(found, "cannot tell", what, [_COUNTING])
-    if unsteady := _unsteady(found, serving):
-        return _say(found, "cannot tell", f"Cannot tell: {said}; {unsteady}.", [_STEADY])
-    (sound,) = (fit for fit in found.fits if fit.name == SOUND)
-    if sound.missing.ci95 is None or sound.missing.value is None:
-        return _say(found, "cannot tell", f"Cannot tell: {said}; {undecided(sound.missing.n)}.", [_MORE])
-    low, high = sound.missing.ci95
-    found.findings.append(f"{in_100_tokens(sound)} accepted drafts missing in 100 tokens")
-    named = found.fits[0] is not sound and sure(found.fits, sound.missing.n)
+        return _conclude(diagnosis, "not served", f"Expected of this pair: {_rates(diagnosis)}.", _tuning(diagnosis))
+    return _judge_served(diagnosis, serving)
+
+
+def _tuning(diagnosis: Diagnosis) -> list[str]:
+    """The advice to tune a drafter that does little in the reference, too; else none."""
+    steps = diagnosis.expected.steps if diagnosis.expected else None
+    first = steps[0].value if steps else None
+    return [_TUNING] if first is not None and first < _LOW else []
+
+
+def _judge_served(diagnosis: Diagnosis, serving: Serving) -> Diagnosis:
+    """The verdict on what a server did: is the text this base's, are its counts comparable, and as expected."""
+    rates = _rates(diagnosis)
+    text = diagnosis.text
+    if text is not None and text.likeliest.ci95 is not None and text.likeliest.ci95[1] < _OWN:
+        return _another_text(diagnosis, text)
+    if diagnosis.served is None:
+        what = f"Cannot tell: {serving.name} reports nothing of its drafts; {rates}."
+        return _conclude(diagnosis, "cannot tell", what, [_COUNTING])
+    if unsteady := _unsteady(diagnosis.settings, serving):
+        return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {unsteady}.", [_STEADY])
+
+    (sound,) = (fit for fit in diagnosis.fits if fit.name == SOUND)
+    missing = sound.missing
+    if missing.ci95 is None or missing.value is None:
+        return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {undecided(missing.n)}.", [_MORE])
+    low, high = missing.ci95
+    diagnosis.findings.append(f"{in_100_tokens(sound)} accepted drafts missing in 100 tokens")
+    is_named = diagnosis.fits[0] is not sound and sure(diagnosis.fits, missing.n)
     # A fault that is surely the likeliest shows a loss that the mean over so different texts does not.
-    if sound.missing.value > _NOTICED if named else low > _PLAIN:
-        return _below(found, named)
+    if missing.value > _NOTICED if is_named else low > _PLAIN:
+        return _below(diagnosis, is_named)
     if high < _IN_LINE:
-        return _say(found, "in line", f"In line: {said}.", steps)
-    return _say(found, "cannot tell", f"Cannot tell: {said}; too few texts to say.", [_MORE])
+        return _conclude(diagnosis, "in line", f"In line: {rates}.", _tuning(diagnosis))
+    return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; too few texts to say.", [_MORE])
 
 
-def _say(
-    found: Diagnosis, outcome: Outcome, verdict: str, following: Sequence[str], suspect: str | None = None
+def _conclude(
+    diagnosis: Diagnosis, outcome: Outcome, verdict: str, following: Sequence[str], suspect: str | None = None
 ) -> Diagnosis:
-    found.outcome, found.verdict, found.next, found.suspect = outcome, verdict, list(following), suspect
-    return found
+    diagnosis.outcome = outcome
+    diagnosis.verdict = verdict
+    diagnosis.next = list(following)
+    diagnosis.suspect = suspect
+    return diagnosis
 
 
-def _another_text(found: Diagnosis, text: TextFit) -> Diagnosis:
+def _another_text(diagnosis: Diagnosis, text: TextFit) -> Diagnosis:
     """Then nothing can be said of its drafts."""
-    said = f"{100 * (text.likeliest.value or 0.0):.1f} % of the served tokens are the base's likeliest"
-    found.findings.append(said)
+    share = f"{100 * (text.likeliest.value or 0.0):.1f} % of the served tokens are the base's likeliest"
+    diagnosis.findings.append(share)
     if text.prompts_alike is not None and text.prompts_alike < _MOSTLY:
         what = f"{100 * (1 - text.prompts_alike):.0f} % of the prompts are other tokens there"
-        return _say(found, "another text", f"Another prompt: {said}; {what}.", [_PROMPTING], "template")
-    sentence = f"The served text is not this base's own, so its drafts cannot be judged: {said}."
-    return _say(found, "another text", sentence, _REBASING)
+        return _conclude(diagnosis, "another text", f"Another prompt: {share}; {what}.", [_PROMPTING], "template")
+    sentence = f"The served text is not this base's own, so its drafts cannot be judged: {share}."
+    return _conclude(diagnosis, "another text", sentence, _REBASING)
 
 
-def _unsteady(found: Diagnosis, serving: Serving) -> str:
-    """Why what is expected of K drafts a round cannot be held against what was served; empty where it can."""
-    drafts, per_round = found.settings["drafts"], serving.per_round
-    if not found.settings["drafts_known"]:
+def _unsteady(settings: Mapping[str, Any], serving: Serving) -> str:
+    """Why what is expected of K drafts a round cannot be compared with what was served; empty where it can."""
+    drafts = settings["drafts"]
+    per_round = serving.per_round
+    if not settings["drafts_known"]:
         return "how many drafts a round the engine makes is not reported"
     if per_round is None or abs(per_round / drafts - 1) <= _CONSTANT:
         return ""
     return f"{per_round:.2f} drafts a round on the mean, not the {drafts} expected: it stops early, or adapts"
 
 
-def _below(found: Diagnosis, named: bool) -> Diagnosis:
-    """Below what is expected: of what?"""
-    said, likeliest = f"Below: {_rates(found)}", found.fits[0]
-    if len(found.fits) == 1:
-        why = "no fault that is known changes it here" if found.convention else "faults are known of MTP drafters only"
-        return _say(found, "below", f"{said}; {why}.", _ELSEWHERE)
-    what, other = (FAULTS[fit.name][0] if fit.name in FAULTS else "a sound stack" for fit in found.fits[:2])
+def _below(diagnosis: Diagnosis, is_named: bool) -> Diagnosis:
+    """Below what is expected: by which fault? ``is_named``: whether one is surely the likeliest."""
+    below = f"Below: {_rates(diagnosis)}"
+    if len(diagnosis.fits) == 1:
+        is_mtp = diagnosis.convention is not None
+        why = "no fault that is known changes it here" if is_mtp else "faults are known of MTP drafters only"
+        return _conclude(diagnosis, "below", f"{below}; {why}.", _ELSEWHERE)
+
+    likeliest, second = diagnosis.fits[:2]
+    what = _fault_in_words(likeliest)
+    other = _fault_in_words(second)
     low, high = likeliest.missing.ci95 or (0.0, 0.0)
     if low > _NEAR or high < -_NEAR:
-        found.findings.append(
-            f"{what}, the likeliest, leaves {in_100_tokens(likeliest)} drafts in 100 tokens unexplained"
-        )
+        missing = in_100_tokens(likeliest)
+        diagnosis.findings.append(f"{what}, the likeliest, leaves {missing} drafts in 100 tokens unexplained")
         why = "no fault that is known explains it"
     else:
-        found.findings.append(f"{what} is likelier than {other} by e^{found.fits[1].behind:.2f} a text")
-        if named:
+        diagnosis.findings.append(f"{what} is likelier than {other} by e^{second.behind:.2f} a text")
+        if is_named:
             steps = (f"look at {FAULTS[likeliest.name][1]}", *_ELSEWHERE)
-            return _say(found, "below", f"{said}. Suspect: {what}.", steps, likeliest.name)
+            return _conclude(diagnosis, "below", f"{below}. Suspect: {what}.", steps, likeliest.name)
         why = f"{what} and {other} are too alike"
-    return _say(found, "below", f"{said}. Cannot tell why: {why}.", (_MORE, *_ELSEWHERE))
+    return _conclude(diagnosis, "below", f"{below}. Cannot tell why: {why}.", (_MORE, *_ELSEWHERE))
 
 
-def _rates(found: Diagnosis) -> str:
+def _fault_in_words(fit: Fit) -> str:
+    return FAULTS[fit.name][0] if fit.name in FAULTS else "a sound stack"
+
+
+def _rates(diagnosis: Diagnosis) -> str:
     """Expected and served tokens per round, as far as they are known."""
-    rates = {"served": found.served, "expected": found.expected}
-    said = ", ".join(f"{side} {mean(of.tokens_per_round)}" for side, of in rates.items() if of is not None)
-    return f"{said} tokens per round, of at most {found.settings['drafts'] + 1}"
+    by_side = {"served": diagnosis.served, "expected": diagnosis.expected}
+    lengths = ", ".join(f"{side} {mean(rates.tokens_per_round)}" for side, rates in by_side.items() if rates)
+    return f"{lengths} tokens per round, of at most {diagnosis.settings['drafts'] + 1}"
 
 
 def in_100_tokens(fit: Fit) -> str:
@@ -141,27 +168,37 @@ def in_100_tokens(fit: Fit) -> str:
     return number(100 * (fit.missing.value or 0), "+.1f", ends, between=" to ")
 
 
-def tables(found: Diagnosis) -> Iterator[Table]:
+def tables(diagnosis: Diagnosis) -> Iterator[Table]:
     """For the terminal: what to do, what is expected and served, does the pair fit, and what the counters are like."""
-    if found.next:
-        yield Table("What to do next", ("",), [(step,) for step in found.next])
-    drafts, rows = found.settings["drafts"], list[tuple[str | int, ...]]()
-    for side, rates in (("expected", found.expected), ("served", found.served)):
+    if diagnosis.next:
+        yield Table("What to do next", ("",), [(step,) for step in diagnosis.next])
+    if diagnosis.expected is not None or diagnosis.served is not None:
+        yield _table_of_drafts(diagnosis)
+    if diagnosis.checks:
+        passed = {True: "yes", False: "NO", None: "?"}
+        checks = [(check.name, passed[check.passed], check.found) for check in diagnosis.checks]
+        yield Table("Does the pair fit", ("what has to agree", "does", "found"), checks)
+    if len(diagnosis.fits) > 1:
+        columns = ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens")
+        rows = [
+            (
+                fit.name,
+                f"{fit.log_likelihood:.1f}",
+                f"{fit.behind:.2f}",
+                number(fit.behind_at_least, ".2f"),
+                in_100_tokens(fit),
+            )
+            for fit in diagnosis.fits
+        ]
+        yield Table("What the counters are like", columns, rows)
+
+
+def _table_of_drafts(diagnosis: Diagnosis) -> Table:
+    drafts = diagnosis.settings["drafts"]
+    rows = list[tuple[str | int, ...]]()
+    for side, rates in (("expected", diagnosis.expected), ("served", diagnosis.served)):
         if rates is not None:
             counts = (side, rates.texts, f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", mean(rates.tokens_per_round))
             rows.append((*counts, *(map(rate, rates.steps) if rates.steps else [DASH] * drafts)))
-    if rows:
-        steps = (f"step {at + 1} %" for at in range(drafts))
-        yield Table("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)
-    if found.checks:
-        passed = {True: "yes", False: "NO", None: "?"}
-        checks = [(check.name, passed[check.passed], check.found) for check in found.checks]
-        yield Table("Does the pair fit", ("what has to agree", "does", "found"), checks)
-    if len(found.fits) > 1:
-        columns = ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens")
-        figures = [
-            (fit.name, f"{fit.log_likelihood:.1f}", f"{fit.behind:.2f}", number(fit.behind_at_least, ".2f"))
-            for fit in found.fits
-        ]
-        rows = [(*row, in_100_tokens(fit)) for row, fit in zip(figures, found.fits, strict=True)]
-        yield Table("What the counters are like", columns, rows)
+    steps = (f"step {index + 1} %" for index in range(drafts))
+    return Table("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)

@@ -28,7 +28,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
-PROVEN, MEASURED, NAMED = "proven", "measured", "named"
+PROVEN = "proven"
+MEASURED = "measured"
+NAMED = "named"
 """How sure it is that a checkpoint computes what its file computes: the same for every input, as its graph shows; the
 same as Google's interpreter for so many inputs; or nothing but that its weights were found, by place and by name.
 """
@@ -76,7 +78,9 @@ def model_card(
         report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
         words: what whoever publishes it says on it.
     """
-    head, base, argument = is_head(record), _base_of(record, words), _source_argument(record)
+    head = is_head(record)
+    base = _base_of(record, words)
+    argument = _source_argument(record)
     published = bundle_of(record)
     again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
     return render_template(
@@ -101,12 +105,13 @@ def model_card(
 
 def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
-    known, base = license_of(record), _base_of(record, words)
+    license_ = license_of(record)
+    base = _base_of(record, words)
     kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
     metadata = {
         # What the Hub calls a licence that is none of those it lists.
-        "license": words.license or (known["id"] if known else "other"),
-        "license_link": known["url"] if known and not words.license else None,
+        "license": words.license or (license_["id"] if license_ else "other"),
+        "license_link": license_["url"] if license_ and not words.license else None,
         "base_model": [base] if base else None,
         # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
         # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
@@ -139,7 +144,9 @@ def _source_argument(record: Mapping[str, Any]) -> str:
     provenance, bundle = record["source"]["provenance"], bundle_of(record) or {}
     repository, path, commit = (provenance.get(key) for key in ("repository", "path", "commit"))
     if not (repository and path):
-        repository, path, commit = bundle.get("repository"), bundle.get("file"), None
+        repository = bundle.get("repository")
+        path = bundle.get("file")
+        commit = None
     if repository and path:
         return shell_word(HubAddress(repository, path, commit).name)
     return shell_word(provenance.get("url") or "BUNDLE.litertlm")

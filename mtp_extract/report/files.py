@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mtp_extract.io.place import listing
 
-REPORT, PAGE, PAIR = "report.json", "report.html", "pair.json"
+REPORT = "report.json"
+PAGE = "report.html"
+PAIR = "pair.json"
 REPORT_FILES = frozenset({REPORT, PAGE, PAIR})
 REPORT_LISTED = listing(REPORT, REPORT_FILES)
 """What of a report's directory may be replaced."""

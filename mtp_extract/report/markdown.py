@@ -21,8 +21,8 @@ def visible(text: object) -> str:
 def plain(text: object) -> str:
     """``text`` such that nothing in it is markup, or ends a table cell or a line."""
     # As entities: what a backslash stands before is taken for HTML all the same inside of HTML.
-    shown = re.sub(r"&(?=[#\w])", "&amp;", visible(text)).replace("<", "&lt;")
-    return _MARKUP.sub(r"\\\g<0>", shown)
+    text_alone = re.sub(r"&(?=[#\w])", "&amp;", visible(text)).replace("<", "&lt;")
+    return _MARKUP.sub(r"\\\g<0>", text_alone)
 
 
 def paragraph(text: object) -> str:

@@ -21,11 +21,13 @@ def number(value: float | None, form: str, ends: Ends = None, *, between: str = 
     return f"{value:{form}}" + (f" ({ends[0]:{form}}{between}{ends[1]:{form}})" if ends else "") + unit
 
 
-def mean(found: Figure) -> str:
+def mean(figure: Figure) -> str:
     """A measured mean, ``2.98 (2.90–3.10)``."""
-    return number(found.value, ".2f", found.ci95)
+    return number(figure.value, ".2f", figure.ci95)
 
 
-def rate(found: Figure) -> str:
+def rate(figure: Figure) -> str:
     """A measured share in percent, ``81.5 (80.4–82.6)``."""
-    return number(found.value and 100 * found.value, ".1f", found.ci95 and [100 * end for end in found.ci95])
+    percent = figure.value and 100 * figure.value
+    ends = figure.ci95 and [100 * end for end in figure.ci95]
+    return number(percent, ".1f", ends)

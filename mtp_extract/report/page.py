@@ -86,7 +86,7 @@ def as_html(page: Page) -> str:
 
 def _cell(text: str) -> str:
     """A cell's content: the interval of a number below it, a long name broken at its parts first."""
-    if found := re.fullmatch(rf"({_NUMBER})(?: (\(.*\)[×%]?))?", text):
-        interval = f" <small>{escape(found[2])}</small>" if found[2] else ""
-        return f'<span class="number">{escape(found[1])}</span>{interval}'
+    if parts := re.fullmatch(rf"({_NUMBER})(?: (\(.*\)[×%]?))?", text):
+        interval = f" <small>{escape(parts[2])}</small>" if parts[2] else ""
+        return f'<span class="number">{escape(parts[1])}</span>{interval}'
     return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(visible(text)))

@@ -23,13 +23,13 @@ def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, again: str
     engines, weights = engines_for(record["layout"]), (name for name in record["files"] if name.endswith(".gguf"))
     if head:
         # llama.cpp knows no head that reads what leaves the base's last layer.
-        known = ("vllm", *engines, *(() if record["geometry"].get("norm_output") else ("llama.cpp",)))
-        names = [f"eagle3 {engine}" for engine in known]
+        loading = ("vllm", *engines, *(() if record["geometry"].get("norm_output") else ("llama.cpp",)))
+        names = [f"eagle3 {engine}" for engine in loading]
     else:
         names = [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
     values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": shell_word(f"DRAFTER/{next(weights, '')}")}
-    found = "\n".join(block for name, block in _blocks().items() if name in names).rstrip()
-    return re.sub("|".join(values), lambda name: values[name[0]], found)
+    blocks = "\n".join(block for name, block in _blocks().items() if name in names).rstrip()
+    return re.sub("|".join(values), lambda name: values[name[0]], blocks)
 
 
 def next_command(engine: str, directory: object) -> str | None:

@@ -29,5 +29,6 @@ def render_template(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters |= {key: lambda value, made=made: Markup(made(str(value))) for key, made in filters.items()}  # noqa: S704
+    for key, render in filters.items():
+        templates.filters[key] = lambda value, render=render: Markup(render(str(value)))  # noqa: S704
     return templates.get_template(name).render(values)
