@@ -25,7 +25,7 @@ from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, another_kind
 from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.address import HubAddress
-from mtp_extract.io.file_kinds import HEAD, file_kind
+from mtp_extract.io.file_kinds import FIRST_BYTES_READ, file_kind
 from mtp_extract.io.opening import Named, bundles_at, open_source
 from mtp_extract.io.source import Progress, Region, Source
 from mtp_extract.litertlm.container import (
@@ -126,7 +126,7 @@ class Opened(AbstractContextManager["Opened"]):
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
-        with naming(self.source.name):
+        with naming_file(self.source.name):
             graph = self.flat_graph(passed)
             walked = walk(graph)
             config = read_config(walked, sliding_window)
@@ -270,7 +270,7 @@ class Opened(AbstractContextManager["Opened"]):
     def _no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
-            kind = file_kind(self.source.read(0, min(HEAD, self.source.size)))
+            kind = file_kind(self.source.read(0, min(FIRST_BYTES_READ, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
         kinds = ", ".join(map(escape, sorted(self.model_types)))
         return (
@@ -288,7 +288,7 @@ class Opened(AbstractContextManager["Opened"]):
 
 
 @contextmanager
-def naming(file: str) -> Iterator[None]:
+def naming_file(file: str) -> Iterator[None]:
     """Errors begin with the name of the file, where they do not have it yet."""
     try:
         yield

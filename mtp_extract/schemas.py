@@ -15,12 +15,12 @@ import msgspec
 
 from mtp_extract.io.typed import Excerpt
 
-Record = Literal["extraction", "report", "bench", "doctor"]
+RecordName = Literal["extraction", "report", "bench", "doctor"]
 """The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of the record ``name``, a :data:`Record`; what it does not list is not written.
+    """The schema of the record ``name``, a :data:`RecordName`; what it does not list is not written.
 
     Raises:
         KeyError: there is no such record.

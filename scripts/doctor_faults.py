@@ -25,12 +25,12 @@ from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.doctor.counts import Counts
-from mtp_extract.doctor.faults import Expected, expect
+from mtp_extract.doctor.faults import ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving
-from mtp_extract.doctor.run import hold_against
-from mtp_extract.doctor.texts import samples, served_counts, text_fit
-from mtp_extract.doctor.verdict import judge
+from mtp_extract.doctor.run import compare_with_served
+from mtp_extract.doctor.texts import read_samples, served_counts, text_fit
+from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.prompts import read_prompts
@@ -52,7 +52,7 @@ class Bench:
         self.tokenizer, self.drafter = loaded.tokenizer, load_drafter(directory)
         self.generator = SpeculativeGenerator(loaded.model, self.drafter, loaded.tokenizer)
         self.encoded = [self.generator.codec.encode(one.content) for one in read_prompts(prompts)]
-        self._known: dict[Any, Expected] = {}
+        self._known: dict[Any, ExpectedCounts] = {}
 
     def diagnoses(self, planted: str, rows: Sequence[int]) -> Iterator[tuple[str, Diagnosis]]:
         """What is said of the fault ``planted``, or of ``sound``: by what is told and with noise or without."""
@@ -69,13 +69,13 @@ class Bench:
             counted = Counters(rounds=rounds, drafted=drafted, accepted=accepted, positions=positions)
             told.append(Answer(made.pieces[0], tokens, None, 0.0, counted=counted))
         plan = DoctorPlan("the pair", "the base", max_tokens=NEW_TOKENS)
-        chosen = samples(self.generator, [self.encoded[row] for row in rows], told, plan)
+        chosen = read_samples(self.generator, [self.encoded[row] for row in rows], told, plan)
         clean, text = served_counts(chosen, STEPS, base.stop_token_ids), text_fit(self.generator, chosen)
         assert clean is not None
         key = (id(drafter), tuple(one.text.tokens for one in chosen), max(1, round(clean.tokens_per_round)))
         if key not in self._known:
             along = [one.text for one in chosen]
-            self._known[key] = expect(drafter, base, along, STEPS, lag=clean.tokens_per_round)
+            self._known[key] = count_expected(drafter, base, along, STEPS, lag=clean.tokens_per_round)
         for noise, served in (("no", clean), ("yes", _noisy(clean))):
             for tells, has in (("steps", served), ("totals", replace(served, by_step=None))):
                 found = Diagnosis(
@@ -85,8 +85,8 @@ class Bench:
                     serving=Serving("the engine", "vLLM"),
                     text=text,
                 )
-                hold_against(found, self._known[key], has)
-                yield f"{tells} | {noise}", judge(found)
+                compare_with_served(found, self._known[key], has)
+                yield f"{tells} | {noise}", judge_diagnosis(found)
 
 
 def _noisy(counts: Counts) -> Counts:

@@ -9,11 +9,11 @@ from typing import get_args
 
 import pytest
 
-from mtp_extract.schemas import Record, schema
+from mtp_extract.schemas import RecordName, schema
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", get_args(Record))
+@pytest.mark.parametrize("name", get_args(RecordName))
 def test_every_field_says_what_it_means(name: str) -> None:
     found = schema(name)
     for kind, part in {name: found, **found["definitions"]}.items():

@@ -98,7 +98,7 @@ class Kept:
     """How a format keeps a weight.
 
     Attributes:
-        how: "codes", :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where the weight is left out.
+        how: "codes", :data:`AS_FLOATS`, :data:`INDICES`, or :data:`NOTHING` where the weight is left out.
         weight: with the codes and scales that are written, or with the numbers that are rounded.
         rounded_to: to what its numbers or the scales of its codes are ("BF16", "FP16", "F32"); empty if they are not.
         why: why it or its codes are not kept, and what keeps them; empty where they are, or where it has none.

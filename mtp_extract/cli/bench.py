@@ -9,7 +9,7 @@ from mtp_extract.cli.terminal import doing_unless, progress_lines, say_report, w
 from mtp_extract.serving.plan import BenchPlan
 
 
-def command(plan: BenchPlan, print_json: AsJson = False) -> None:
+def bench_command(plan: BenchPlan, print_json: AsJson = False) -> None:
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
     It prints tokens/s with the drafter, and without it if --baseline names a server that has none; and drafts and
@@ -18,13 +18,13 @@ def command(plan: BenchPlan, print_json: AsJson = False) -> None:
     from mtp_extract.api import bench
     from mtp_extract.report.page import plain_json
     from mtp_extract.serving.result import Benchmark
-    from mtp_extract.serving.verdict import table_of
+    from mtp_extract.serving.verdict import benchmark_table
 
     def print_result(benchmark: Benchmark) -> None:
         if print_json:
             write_json(plain_json(benchmark))
         else:
-            say_report(plain_json(benchmark), [table_of(benchmark)])
+            say_report(plain_json(benchmark), [benchmark_table(benchmark)])
 
     saved = list[Benchmark]()
     try:
@@ -43,4 +43,4 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app, main = program(command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app, main = program(bench_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

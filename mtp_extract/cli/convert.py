@@ -16,7 +16,7 @@ from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import is_head
 
 
-def command(
+def convert_command(
     *,
     directory: Annotated[
         Path,
@@ -57,4 +57,4 @@ _EXAMPLES = {
     "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "Rounds a published drafter to INT4.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True)
+app, main = program(convert_command, _EXAMPLES, is_short=True)

@@ -16,7 +16,7 @@ from mtp_extract.options import Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
 
 
-def command(
+def extract_command(
     *,
     source: Annotated[
         str | None,
@@ -69,4 +69,4 @@ _EXAMPLES = {
     "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True)
+app, main = program(extract_command, _EXAMPLES, is_short=True)

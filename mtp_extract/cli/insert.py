@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 
 
-def command(
+def insert_command(
     *,
     source: Annotated[
         str,
@@ -110,4 +110,4 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True)
+app, main = program(insert_command, _EXAMPLES, is_short=True)

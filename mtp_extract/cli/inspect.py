@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
 
 
-def command(
+def inspect_command(
     *,
     source: Annotated[
         str,
@@ -231,4 +231,4 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True)
+app, main = program(inspect_command, _EXAMPLES, is_short=True)

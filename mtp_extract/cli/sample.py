@@ -12,7 +12,7 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 _PATHS = {"bundle": sample_bundle, "base": sample_base, "prompts": sample_prompts}
 
 
-def command(
+def sample_command(
     name: Annotated[
         Literal["bundle", "base", "prompts"], typer.Argument(help="Which of its files.", show_default=True)
     ] = "bundle",
@@ -26,4 +26,4 @@ _EXAMPLES = {
     'mtp-validate DIR --base "$(mtp sample base)"': "Measures a drafter of the sample beside its base.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True, no_arguments_is_help=False)
+app, main = program(sample_command, _EXAMPLES, is_short=True, no_arguments_is_help=False)

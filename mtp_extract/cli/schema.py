@@ -8,10 +8,12 @@ import typer
 
 from mtp_extract.cli._command import program
 from mtp_extract.cli.terminal import write_json
-from mtp_extract.schemas import Record, schema
+from mtp_extract.schemas import RecordName, schema
 
 
-def command(name: Annotated[Record, typer.Argument(help="Record whose schema is printed.", metavar="NAME")]) -> None:
+def schema_command(
+    name: Annotated[RecordName, typer.Argument(help="Record whose schema is printed.", metavar="NAME")],
+) -> None:
     """Print the JSON schema of extraction.json, report.json, or what mtp-bench or mtp-doctor prints with --json."""
     write_json(schema(name))
 
@@ -21,4 +23,4 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app, main = program(command, _EXAMPLES, is_short=True)
+app, main = program(schema_command, _EXAMPLES, is_short=True)

@@ -21,7 +21,7 @@ from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.source import Progress, nothing_shown
 
 if TYPE_CHECKING:
-    from mtp_extract.report.page import Table
+    from mtp_extract.report.page import ReportTable
 
 _BAR = 20
 """Columns of a bar."""
@@ -72,7 +72,7 @@ def say_notes(notes: Iterable[str]) -> None:
         say_all(f"Note: {note}")
 
 
-def say_report(report: Mapping[str, Any], parts: Iterable[Table]) -> None:
+def say_report(report: Mapping[str, Any], parts: Iterable[ReportTable]) -> None:
     """A verdict with its findings, its tables and its notes."""
     say_all(report["verdict"])
     for finding in report["findings"]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
-def command(plan: TuningPlan) -> None:
+def tune_command(plan: TuningPlan) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or make a new head.
 
     The result is saved only if, on held-out text, it needs significantly fewer rounds, gets worse on no workload, and
@@ -155,4 +155,6 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app, main = program(command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped")
+app, main = program(
+    tune_command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped"
+)

@@ -13,7 +13,7 @@ from mtp_extract.errors import escape
 from mtp_extract.report.card import CardWords
 
 
-def command(
+def upload_command(
     *,
     directory: Annotated[Path, typer.Argument(help="Directory that mtp-extract wrote.", metavar="DIR")],
     repository: Annotated[str, typer.Argument(help="The repository on the Hub.", metavar="ORG/NAME")],
@@ -68,4 +68,4 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app, main = program(command, _EXAMPLES)
+app, main = program(upload_command, _EXAMPLES)

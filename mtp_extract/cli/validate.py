@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
 
-def command(plan: ValidationPlan, print_json: AsJson = False) -> None:
+def validate_command(plan: ValidationPlan, print_json: AsJson = False) -> None:
     """Check a drafter against its bundle (--source), and measure acceptance with its base (--base).
 
     The exit status is 1 also if a check refutes the drafter.
@@ -87,4 +87,4 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app, main = program(command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app, main = program(validate_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

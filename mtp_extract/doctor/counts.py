@@ -31,17 +31,17 @@ from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_f
 BATCH = 16
 """Texts that the base reads at a time."""
 _LEAST_CHANCE = 0.002  # of a draft, whatever is expected
-Floats = NDArray[np.float64]
+CountArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Counts:
     """Drafts of several texts, expected or counted. K steps."""
 
-    tokens: Floats  # [texts], those that rounds add: all but the first
-    rounds: Floats  # [texts]
-    accepted: Floats  # [texts]
-    by_step: Floats | None  # [texts, K], accepted at each step; None where a server does not report it
+    tokens: CountArray  # [texts], those that rounds add: all but the first
+    rounds: CountArray  # [texts]
+    accepted: CountArray  # [texts]
+    by_step: CountArray | None  # [texts, K], accepted at each step; None where a server does not report it
 
     @property
     def tokens_per_round(self) -> float:
@@ -49,7 +49,7 @@ class Counts:
         return 1 + float(self.accepted.sum() / self.rounds.sum())
 
     @property
-    def reached(self) -> list[Floats]:
+    def reached(self) -> list[CountArray]:
         """Rounds, and drafts accepted at each step, as far as steps are known; [texts] each."""
         return [self.rounds] if self.by_step is None else [self.rounds, *self.by_step.T]
 
@@ -62,7 +62,7 @@ class Counts:
         return Rates(len(self.tokens), *totals, length, conditional or None)
 
 
-def _share(hits: Floats, sizes: Floats) -> Figure:
+def _share(hits: CountArray, sizes: CountArray) -> Figure:
     # A server that drafts beyond the end of a text may count more than the text has room for.
     interval = over_texts(share_bounds, np.minimum(hits, sizes).tolist(), sizes.tolist())
     return figure(float(hits.sum() / sizes.sum()) if sizes.sum() else np.nan, round(sizes.sum()), interval)
@@ -104,7 +104,7 @@ def _expected_of_anchors(forced: Agreement, ends: torch.Tensor) -> torch.Tensor:
     return begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
 
 
-def compare(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
+def rank_fits(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
     """How well each of ``expected`` fits, likeliest first; all over the same texts."""
     scores = {name: _log_likelihood(served, counts) for name, counts in expected.items()}
     names = sorted(scores, key=lambda name: -scores[name].sum())
@@ -134,13 +134,13 @@ def _missing(served: Counts, expected: Counts) -> Figure:
     return Figure(mean, texts, [mean - half, mean + half])
 
 
-def sure(fits: Sequence[Fit], texts: int) -> bool:
+def is_surely_likeliest(fits: Sequence[Fit], texts: int) -> bool:
     """Whether the likeliest is so against every other: at 95 % over texts, its lead is at least 20 times."""
     leads = [fit.behind_at_least for fit in fits[1:]]
     return all(lead is not None and lead * texts >= math.log(20) for lead in leads)
 
 
-def _log_likelihood(served: Counts, expected: Counts) -> Floats:
+def _log_likelihood(served: Counts, expected: Counts) -> CountArray:
     """Of each text."""
     by_step = served.by_step is not None and expected.by_step is not None
     served_pairs, expected_pairs = (

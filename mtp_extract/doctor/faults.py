@@ -53,7 +53,7 @@ FAULTS: Mapping[str, tuple[str, str]] = {
 """The ten, by their key in the record: what is done, in words, and what to look at."""
 
 
-def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -> dict[str, Drafter]:
+def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -> dict[str, Drafter]:
     """By fault, a drafter that has it; none where this one has nothing to break.
 
     Args:
@@ -75,14 +75,16 @@ def broken(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCounts:
     """What a drafter comes to along some texts, as it is and with each thing broken."""
 
     counts: Mapping[str, Counts]  # by name: first :data:`SOUND`, then the faults that change drafts
     convention: Convention | None = None  # whose query position the drafter drafts better by; None where it has none
 
 
-def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, lag: float | None) -> Expected:
+def count_expected(
+    drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, lag: float | None
+) -> ExpectedCounts:
     """The drafter as it is: of the two positions that runtimes put its query at, at the one where it drafts better.
 
     Args:
@@ -90,14 +92,14 @@ def expect(drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, l
         lag: tokens that a round adds in serving, on the mean; None where nothing is to be broken.
     """
     if not isinstance(drafter, MtpDrafter):
-        return Expected({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
+        return ExpectedCounts({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
     conventions = (LITERT, TRANSFORMERS)
     both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
     best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
-        return Expected({SOUND: sound}, best)
-    faulty = broken(drafter, best, base.num_layers, max(1, round(lag)))
+        return ExpectedCounts({SOUND: sound}, best)
+    faulty = break_drafter(drafter, best, base.num_layers, max(1, round(lag)))
     by_fault = zip(faulty, expected_counts(base, [*faulty.values()], texts, steps), strict=True)
     least = _MOVES * sound.tokens.sum()
     changing = {name: counts for name, counts in by_fault if np.abs(counts.accepted - sound.accepted).sum() >= least}
-    return Expected({SOUND: sound, **changing}, best)
+    return ExpectedCounts({SOUND: sound, **changing}, best)

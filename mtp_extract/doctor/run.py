@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.doctor.counts import Counts, compare
-from mtp_extract.doctor.faults import SOUND, Expected, expect
+from mtp_extract.doctor.counts import Counts, rank_fits
+from mtp_extract.doctor.faults import SOUND, ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
-from mtp_extract.doctor.texts import Sample, ask_all, rounds_of, samples, served_counts, text_fit
-from mtp_extract.doctor.verdict import judge
+from mtp_extract.doctor.texts import Sample, ask_all, read_samples, rounds_of, served_counts, text_fit
+from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
@@ -74,7 +74,7 @@ def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
         generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
         with memory_guard("running the base"):
             _read_texts(diagnosis, generator, prompts, answers, plan, say)
-    return judge(diagnosis)
+    return judge_diagnosis(diagnosis)
 
 
 def _read_texts(
@@ -88,7 +88,7 @@ def _read_texts(
     """Add to ``diagnosis`` what is expected and what was served along the texts of ``prompts``."""
     encoded = [generator.codec.encode(prompt.content, chat_template=plan.chat_template) for prompt in prompts]
     say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
-    chosen = samples(generator, encoded, answers, plan)
+    chosen = read_samples(generator, encoded, answers, plan)
     diagnosis.notes += _notes(chosen, len(prompts))
     if not chosen:
         return
@@ -96,18 +96,18 @@ def _read_texts(
     served = served_counts(chosen, steps, generator.base.stop_token_ids)
     lag = served.tokens_per_round if served else None
     texts = [sample.text for sample in chosen]
-    hold_against(diagnosis, expect(generator.drafter, generator.base, texts, steps, lag=lag), served)
+    compare_with_served(diagnosis, count_expected(generator.drafter, generator.base, texts, steps, lag=lag), served)
     diagnosis.text = text_fit(generator, chosen) if diagnosis.serving is not None else None
 
 
-def hold_against(diagnosis: Diagnosis, expected: Expected, served: Counts | None) -> None:
+def compare_with_served(diagnosis: Diagnosis, expected: ExpectedCounts, served: Counts | None) -> None:
     """Add to ``diagnosis`` what is expected, and which fault the counters of the same texts are like."""
     steps = int(diagnosis.settings["drafts"])
     diagnosis.expected = expected.counts[SOUND].rates(steps)
     diagnosis.convention = _CONVENTIONS[expected.convention] if expected.convention else None
     if served is not None:
         diagnosis.served = served.rates(steps)
-        diagnosis.fits = compare(served, expected.counts)
+        diagnosis.fits = rank_fits(served, expected.counts)
 
 
 def _serving(server: Server, answers: Sequence[Answer]) -> Serving:

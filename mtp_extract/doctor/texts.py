@@ -21,7 +21,7 @@ from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, likeliest_of_base
 
-Tokens = tuple[int, ...]
+TokenIds = tuple[int, ...]
 _FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
 
 
@@ -60,8 +60,8 @@ def rounds_of(answer: Answer) -> float | None:
     return rounds - 0.5 if rounds >= _FEW_ROUNDS else None
 
 
-def samples(
-    generator: SpeculativeGenerator, encoded: Sequence[Tokens], answers: Sequence[Answer] | None, plan: DoctorPlan
+def read_samples(
+    generator: SpeculativeGenerator, encoded: Sequence[TokenIds], answers: Sequence[Answer] | None, plan: DoctorPlan
 ) -> list[Sample]:
     """Texts to count along; those that are too short, repeat another, or say nothing of drafts, are left out.
 
@@ -77,7 +77,7 @@ def samples(
     _check_vocabulary(generator, answers or ())
     bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
     prompts = [_as_read(*pair, bos) for pair in zip(encoded, by_prompt, strict=True)]
-    written = list[Tokens]([()] * len(prompts))
+    written = list[TokenIds]([()] * len(prompts))
     if not all(answer is not None and answer.token_ids is not None for answer in by_prompt):
         written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
 
@@ -104,7 +104,7 @@ def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]
         )
 
 
-def _is_alike(here: Tokens, prompt: Tokens, answer: Answer | None) -> bool | None:
+def _is_alike(here: TokenIds, prompt: TokenIds, answer: Answer | None) -> bool | None:
     """Whether the server read as ``prompt`` what it is ``here``; None where it does not say."""
     if answer is None or (answer.prompt_ids is None and answer.prompt_tokens is None):
         return None
@@ -115,7 +115,7 @@ def _says_accepted(answer: Answer | None) -> bool:
     return answer is not None and answer.counted is not None and answer.counted.accepted is not None
 
 
-def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
+def _as_read(prompt: TokenIds, answer: Answer | None, bos: int | None) -> TokenIds:
     """``prompt`` as the server read it: by its tokens; or, where it counts one less, without the BOS token."""
     if answer is not None and answer.prompt_ids is not None:
         return answer.prompt_ids
@@ -123,7 +123,7 @@ def _as_read(prompt: Tokens, answer: Answer | None, bos: int | None) -> Tokens:
     return prompt[1:] if shorter else prompt
 
 
-def _tokens(generator: SpeculativeGenerator, answer: Answer, written: Tokens) -> Tokens | None:
+def _tokens(generator: SpeculativeGenerator, answer: Answer, written: TokenIds) -> TokenIds | None:
     """The tokens of an answer; None where they cannot be known. ``written``: what the reference wrote."""
     if answer.token_ids is not None or answer.reasoning:
         return answer.token_ids

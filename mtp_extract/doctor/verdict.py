@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mtp_extract.doctor.counts import sure
+from mtp_extract.doctor.counts import is_surely_likeliest
 from mtp_extract.doctor.faults import FAULTS, SOUND
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
 from mtp_extract.evaluation.intervals import undecided
-from mtp_extract.report.numbers import DASH, mean, number, rate
-from mtp_extract.report.page import Table
+from mtp_extract.report.numbers import DASH, format_mean, format_number, format_rate
+from mtp_extract.report.page import ReportTable
 
 _NOTICED = 0.005  # accepted drafts a token, by which acceptance has to be below where a fault is surely the likeliest
 _PLAIN = 0.02  # the same, at 95 %, where none is
@@ -44,7 +44,7 @@ _ELSEWHERE = (
 )
 
 
-def judge(diagnosis: Diagnosis) -> Diagnosis:
+def judge_diagnosis(diagnosis: Diagnosis) -> Diagnosis:
     """Add the verdict: does the pair fit, is there something to compare, is the text this base's, which fault is it."""
     serving = diagnosis.serving
     wrong = "; ".join(f"{check.name}: {check.found}" for check in diagnosis.checks if check.passed is False)
@@ -85,7 +85,7 @@ def _judge_served(diagnosis: Diagnosis, serving: Serving) -> Diagnosis:
         return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {undecided(missing.n)}.", [_MORE])
     low, high = missing.ci95
     diagnosis.findings.append(f"{in_100_tokens(sound)} accepted drafts missing in 100 tokens")
-    is_named = diagnosis.fits[0] is not sound and sure(diagnosis.fits, missing.n)
+    is_named = diagnosis.fits[0] is not sound and is_surely_likeliest(diagnosis.fits, missing.n)
     # A fault that is surely the likeliest shows a loss that the mean over so different texts does not.
     if missing.value > _NOTICED if is_named else low > _PLAIN:
         return _below(diagnosis, is_named)
@@ -158,26 +158,26 @@ def _fault_in_words(fit: Fit) -> str:
 def _rates(diagnosis: Diagnosis) -> str:
     """Expected and served tokens per round, as far as they are known."""
     by_side = {"served": diagnosis.served, "expected": diagnosis.expected}
-    lengths = ", ".join(f"{side} {mean(rates.tokens_per_round)}" for side, rates in by_side.items() if rates)
+    lengths = ", ".join(f"{side} {format_mean(rates.tokens_per_round)}" for side, rates in by_side.items() if rates)
     return f"{lengths} tokens per round, of at most {diagnosis.settings['drafts'] + 1}"
 
 
 def in_100_tokens(fit: Fit) -> str:
     """Accepted drafts that ``fit`` expects and that were not served, of 100 tokens."""
     ends = fit.missing.ci95 and [100 * end for end in fit.missing.ci95]
-    return number(100 * (fit.missing.value or 0), "+.1f", ends, between=" to ")
+    return format_number(100 * (fit.missing.value or 0), "+.1f", ends, between=" to ")
 
 
-def tables(diagnosis: Diagnosis) -> Iterator[Table]:
+def diagnosis_tables(diagnosis: Diagnosis) -> Iterator[ReportTable]:
     """For the terminal: what to do, what is expected and served, does the pair fit, and what the counters are like."""
     if diagnosis.next:
-        yield Table("What to do next", ("",), [(step,) for step in diagnosis.next])
+        yield ReportTable("What to do next", ("",), [(step,) for step in diagnosis.next])
     if diagnosis.expected is not None or diagnosis.served is not None:
         yield _table_of_drafts(diagnosis)
     if diagnosis.checks:
         passed = {True: "yes", False: "NO", None: "?"}
         checks = [(check.name, passed[check.passed], check.found) for check in diagnosis.checks]
-        yield Table("Does the pair fit", ("what has to agree", "does", "found"), checks)
+        yield ReportTable("Does the pair fit", ("what has to agree", "does", "found"), checks)
     if len(diagnosis.fits) > 1:
         columns = ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens")
         rows = [
@@ -185,20 +185,26 @@ def tables(diagnosis: Diagnosis) -> Iterator[Table]:
                 fit.name,
                 f"{fit.log_likelihood:.1f}",
                 f"{fit.behind:.2f}",
-                number(fit.behind_at_least, ".2f"),
+                format_number(fit.behind_at_least, ".2f"),
                 in_100_tokens(fit),
             )
             for fit in diagnosis.fits
         ]
-        yield Table("What the counters are like", columns, rows)
+        yield ReportTable("What the counters are like", columns, rows)
 
 
-def _table_of_drafts(diagnosis: Diagnosis) -> Table:
+def _table_of_drafts(diagnosis: Diagnosis) -> ReportTable:
     drafts = diagnosis.settings["drafts"]
     rows = list[tuple[str | int, ...]]()
     for side, rates in (("expected", diagnosis.expected), ("served", diagnosis.served)):
         if rates is not None:
-            counts = (side, rates.texts, f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", mean(rates.tokens_per_round))
-            rows.append((*counts, *(map(rate, rates.steps) if rates.steps else [DASH] * drafts)))
+            counts = (
+                side,
+                rates.texts,
+                f"{rates.rounds:.0f}",
+                f"{rates.accepted:.0f}",
+                format_mean(rates.tokens_per_round),
+            )
+            rows.append((*counts, *(map(format_rate, rates.steps) if rates.steps else [DASH] * drafts)))
     steps = (f"step {index + 1} %" for index in range(drafts))
-    return Table("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)
+    return ReportTable("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)

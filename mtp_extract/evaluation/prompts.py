@@ -17,7 +17,7 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.files import read_regular
 from mtp_extract.speculate.codec import text_of
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 
 LARGEST_PROMPTS_FILE = 1 << 28  # bytes of a file of prompts
 _DEEPEST = 64
@@ -67,7 +67,7 @@ def hash_of_prompts(path: Path | None) -> str:
     return sha256(read_regular(path or _SHIPPED, LARGEST_PROMPTS_FILE)).hexdigest()
 
 
-def spread(items: Sequence[Item], count: int) -> list[Item]:
+def spread(items: Sequence[_Item], count: int) -> list[_Item]:
     """``count`` of ``items``, evenly spaced, or all of them where there are no more."""
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
 

@@ -26,8 +26,8 @@ from mtp_extract.io.source import Advance
 from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
 
 KEPT = "kept"
-CODES = "codes"
-FLOATS = "floats"
+AS_CODES = "codes"
+AS_FLOATS = "floats"
 REQUANTIZED = "requantized"
 
 # Dividing by a folded factor, and multiplying again, changes a scale by less.
@@ -104,10 +104,10 @@ class Encoding:
         if self.how == KEPT:
             part = slot.part(storage.length, first, last)
             return slot.stored.source.location.read(part.start, part.stop - part.start)
-        if self.how == CODES:
+        if self.how == AS_CODES:
             return storage.stored(slot.new.codes(first, last).reshape(-1))
         values = slot.numbers(first, last)
-        if self.how == FLOATS:
+        if self.how == AS_FLOATS:
             return float_bytes(values, storage.type, slot.role)
         groups = slot.part(storage.groups, first, last)
         return storage.stored(storage.coded(values, self.scales.scale[groups], self.scales.zero_point[groups]))
@@ -162,7 +162,7 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
                 "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
             )
         elif (scales := _scales_of_codes(slot)) is not None:
-            encodings[slot] = Encoding(slot, CODES, scales)
+            encodings[slot] = Encoding(slot, AS_CODES, scales)
         else:
             to_measure.append(slot)
     advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in to_measure))
@@ -187,7 +187,7 @@ def _rounded(slot: Slot, scales: Scales, sums: Sums) -> Encoding:
         CheckpointError: a scale is larger than files hold.
     """
     if slot.stored.source.storage.type in FLOAT_TYPES:
-        return Encoding(slot, FLOATS, scales, sums)
+        return Encoding(slot, AS_FLOATS, scales, sums)
     if scales.scale.max() > LARGEST_SCALE:
         raise CheckpointError(
             f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "

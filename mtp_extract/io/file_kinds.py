@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-HEAD = 512
+FIRST_BYTES_READ = 512
 """Bytes from the beginning of a file that :func:`file_kind` wants to see."""
 
 _OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."

@@ -20,7 +20,7 @@ from mtp_extract.io.files import write_all
 from mtp_extract.io.http_library import FaultError, faults
 from mtp_extract.io.source import FileSource, Progress, nothing_shown
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _BLOCK = 1 << 16
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
@@ -179,7 +179,7 @@ def check_redirects(name: str, *urls: str) -> None:
         raise SourceError(f"{name}: the server redirects to an address without https://. {_BY_HAND}")
 
 
-def ask_patiently(name: str, question: Callable[[], T]) -> T:
+def ask_patiently(name: str, question: Callable[[], _T]) -> _T:
     """What ``question`` to the Hub returns; it is asked again after a fault that may go away.
 
     Raises SourceError: it will not go away, or has not.

@@ -1,6 +1,6 @@
 """Records as types: the JSON files that are written, their schemas and their page in the docs have one definition.
 
-An object of such a file is a :class:`Record`: its fields are the object's, in order, their types have the bounds, a
+An object of such a file is a :class:`RecordName`: its fields are the object's, in order, their types have the bounds, a
 comment ``#:`` says what a field means, and the docstring what the object is. A field that may be left out is ``UNSET``.
 """
 

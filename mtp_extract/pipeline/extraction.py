@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.bundle import Opened, Shard, naming, open_bundle
+from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, constant_weight
@@ -114,7 +114,7 @@ def extract(
         else:
             with offering_unproven(opened):
                 drafter, proof = opened.drafter(sliding_window), None
-        with naming(opened.source.name):
+        with naming_file(opened.source.name):
             original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
         arranged = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import MATRIX, Role, shapes_of
-from mtp_extract.bundle import Opened, Shard, naming
+from mtp_extract.bundle import Opened, Shard, naming_file
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
 from mtp_extract.graph.drafter import DrafterWalk, Walk
@@ -37,7 +37,7 @@ _MOST_PASSED = 64
 def offering_unproven(opened: Opened) -> Iterator[None]:
     """A graph that is refused for what this release does not know can be extracted without a proof: that is said."""
     try:
-        with naming(opened.source.name):
+        with naming_file(opened.source.name):
             yield
     except (RoleError, UnsupportedError) as error:
         if not error.remedies and not isinstance(error, AnotherKindError):
@@ -84,7 +84,7 @@ def read_unproven(
             read = f"taken for {'its operand' if len(passed) == 1 else 'their operands'}, all else was proven"
             return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
     try:
-        with naming(opened.source.name):
+        with naming_file(opened.source.name):
             return _by_place_and_name(opened, sliding_window, refusals), None
     except UnsupportedError:
         if drafter is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mtp_extract.io.place import listing
 
 REPORT = "report.json"
-PAGE = "report.html"
+PAGE_FILE = "report.html"
 PAIR = "pair.json"
-REPORT_FILES = frozenset({REPORT, PAGE, PAIR})
+REPORT_FILES = frozenset({REPORT, PAGE_FILE, PAIR})
 REPORT_LISTED = listing(REPORT, REPORT_FILES)
 """What of a report's directory may be replaced."""

@@ -34,7 +34,7 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """One table of a report, as the page and the terminal show it."""
 
     title: str
@@ -61,7 +61,7 @@ class Page:
     title: str
     about: str  # what was measured beside what, in a line
     verdict: str
-    tables: Sequence[Table]
+    tables: Sequence[ReportTable]
     headlines: Sequence[Headline] = ()
     notes: Sequence[str] = ()
     measured: str = ""  # when and how, in a line at the foot

@@ -32,7 +32,7 @@ from mtp_extract.serving.client import Answer, Server, counted_in, question
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window, answered
-from mtp_extract.serving.verdict import conclude
+from mtp_extract.serving.verdict import conclude_benchmark
 
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
 _MOST_FAILURES = 8  # in a row, after which a server is taken to be gone
@@ -157,11 +157,11 @@ class _Run:
                 for side, server in self.servers.items()
             },
             settings={name: getattr(self.plan, name) for name in _SETTINGS},
-            total=figures(self.windows, names, is_compared),
-            workloads={name: figures(self.windows, [name], is_compared) for name in names},
+            total=benchmark_figures(self.windows, names, is_compared),
+            workloads={name: benchmark_figures(self.windows, [name], is_compared) for name in names},
             windows=self.windows,
         )
-        conclude(benchmark)
+        conclude_benchmark(benchmark)
         return benchmark
 
 
@@ -185,14 +185,14 @@ def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
             request.leaves_at = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
 
 
-def figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
+def benchmark_figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Of the workloads ``names`` in all ``windows`` by side; ``compared``: whether texts were, with the baseline's."""
     requests = {side: requests_of(of_side, names) for side, of_side in windows.items()}
     in_baseline = {request.prompt for request in requests.get("baseline", ())}
     answered_by_both = [request for request in requests["server"] if request.prompt in in_baseline]
     return Figures(
         texts=len(requests["server"]),
-        sides={side: side_of(of_side, names) for side, of_side in windows.items()},
+        sides={side: measure_side(of_side, names) for side, of_side in windows.items()},
         speedup=_speedup(_timed(requests["server"]), _timed(requests.get("baseline", ()))),
         compared=len(answered_by_both) if compared else None,
         identical=sum(request.leaves_at is None for request in answered_by_both) if compared else None,
@@ -217,7 +217,7 @@ def requests_of(windows: Sequence[Window], names: Collection[str]) -> list[Reque
     return [request for request in answered(windows) if request.workload in names]
 
 
-def side_of(windows: Sequence[Window], names: Collection[str]) -> Side:
+def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
     return Side(**_speed_of(windows, names), **_drafts_of(windows, names))
 

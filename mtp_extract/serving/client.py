@@ -24,8 +24,8 @@ from mtp_extract.io.http_library import http_library
 from mtp_extract.io.typed import Count, NotNegative, Record
 from mtp_extract.serving.counters import KINDS, Counters, Kind, at, counters_of_answer, counters_of_page, total
 
-A = TypeVar("A")
-T = TypeVar("T")
+_Input = TypeVar("_Input")
+_Reply = TypeVar("_Reply")
 Clock = Callable[[], float]
 
 _PAGE_TIMEOUT, _ANSWER_TIMEOUT = 30.0, 300.0  # seconds
@@ -342,7 +342,9 @@ class Server(AbstractContextManager["Server"]):
         """
         return self._each(self._answer_or_error, questions, _ANSWER_TIMEOUT, at_a_time)
 
-    def _each(self, work: Callable[[A], T], inputs: Sequence[A], seconds: float, at_a_time: int = 1) -> list[T]:
+    def _each(
+        self, work: Callable[[_Input], _Reply], inputs: Sequence[_Input], seconds: float, at_a_time: int = 1
+    ) -> list[_Reply]:
         """``work`` of each of ``inputs``; ends at an error, and where the next is not there in ``seconds``."""
         try:
             # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
@@ -395,7 +397,7 @@ class Server(AbstractContextManager["Server"]):
         """Who says that it answers, and the body of a page."""
         return self._request(path, lambda response: (response.headers.get("server", ""), _body(response)))
 
-    def _request(self, path: str, read: Callable[[Any], T], content: bytes | None = None) -> T:
+    def _request(self, path: str, read: Callable[[Any], _Reply], content: bytes | None = None) -> _Reply:
         """What ``read`` makes of the answer to a request: for a page, or with ``content``, which is JSON.
 
         Raises:
@@ -437,7 +439,7 @@ def _body(response: Any) -> bytes:
     return b"".join(_bounded(response.iter_raw(), _LARGEST_PAGE))
 
 
-def _decoded(data: bytes, kind: type[T], what: str) -> T:
+def _decoded(data: bytes, kind: type[_Reply], what: str) -> _Reply:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError):

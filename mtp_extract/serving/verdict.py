@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtp_extract.errors import few, several
-from mtp_extract.report.numbers import DASH, mean, number, rate
-from mtp_extract.report.page import Table
+from mtp_extract.report.numbers import DASH, format_mean, format_number, format_rate
+from mtp_extract.report.page import ReportTable
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.result import Benchmark, Side, Window, answered
 
@@ -25,11 +25,11 @@ _COLUMNS = (
 )
 
 
-def conclude(benchmark: Benchmark) -> None:
+def conclude_benchmark(benchmark: Benchmark) -> None:
     """Write the verdict, the findings and the notes into ``benchmark``."""
     total = benchmark.total
     speeds = " against ".join(_speed_in_words(side) for side in total.sides.values())
-    speedup = "" if total.speedup.value is None else f", {mean(total.speedup)}×"
+    speedup = "" if total.speedup.value is None else f", {format_mean(total.speedup)}×"
     parts = [f"{speeds} tokens/s{speedup}", _drafts_in_words(total.sides["server"])]
     if total.identical is not None:
         parts.append(f"the text is the baseline's in {total.identical} of {several(total.compared or 0, 'answer')}")
@@ -40,7 +40,7 @@ def conclude(benchmark: Benchmark) -> None:
 
 
 def _speed_in_words(side: Side) -> str:
-    return number(side.tokens_per_s.value, ".1f", side.tokens_per_s.ci95)
+    return format_number(side.tokens_per_s.value, ".1f", side.tokens_per_s.ci95)
 
 
 def _drafts_in_words(server: Side) -> str:
@@ -48,7 +48,7 @@ def _drafts_in_words(server: Side) -> str:
         return "the server does not say how many drafts were accepted"
     if server.drafted is None:
         return f"{several(server.accepted, 'draft')} accepted, of how many the server does not say"
-    share = f", {rate(server.acceptance)} %" if server.drafted else ""
+    share = f", {format_rate(server.acceptance)} %" if server.drafted else ""
     return f"{server.accepted} of {several(server.drafted, 'draft')} accepted{share}"
 
 
@@ -133,7 +133,7 @@ def _counting_notes(name: str, windows: Sequence[Window], side: Side, answers: i
     elif side.drafted is None or side.accepted is None:
         yield f"{name} counts accepted drafts, and not how many it drafted: there is no share."
     if rates := side.acceptance_by_position:
-        yield f"{name}: accepted by position in a round: {', '.join(map(rate, rates))} %."
+        yield f"{name}: accepted by position in a round: {', '.join(map(format_rate, rates))} %."
 
 
 def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
@@ -177,18 +177,18 @@ def _came_at_once(answer: Answer) -> bool:
     return answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1
 
 
-def table_of(benchmark: Benchmark) -> Table:
+def benchmark_table(benchmark: Benchmark) -> ReportTable:
     """Speed, latency and drafts, by workload and side."""
     rows = list[tuple[str | int, ...]]()
     for name, figures in {**benchmark.workloads, "all": benchmark.total}.items():
         same_text = DASH if figures.identical is None else f"{figures.identical}/{figures.compared}"
         for side_name, side in figures.sides.items():
-            compared = (mean(figures.speedup), same_text) if side_name == "server" else ("", "")
+            compared = (format_mean(figures.speedup), same_text) if side_name == "server" else ("", "")
             latencies = (_latency_in_words(side.ttft_ms), _latency_in_words(side.tpot_ms))
-            drafts = (rate(side.acceptance), mean(side.tokens_per_round))
-            throughput = number(side.output_throughput, ".1f")
+            drafts = (format_rate(side.acceptance), format_mean(side.tokens_per_round))
+            throughput = format_number(side.output_throughput, ".1f")
             rows.append((name, side_name, _speed_in_words(side), *compared, *latencies, throughput, *drafts))
-    return Table("Speed and drafts", _COLUMNS, rows)
+    return ReportTable("Speed and drafts", _COLUMNS, rows)
 
 
 def _latency_in_words(milliseconds: Mapping[str, float] | None) -> str:

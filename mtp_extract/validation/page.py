@@ -10,9 +10,9 @@ from mtp_extract.evaluation.intervals import LEAST_TEXTS
 from mtp_extract.io.place import InputPaths, staged
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
-from mtp_extract.report.files import PAGE, PAIR, REPORT, REPORT_LISTED
-from mtp_extract.report.numbers import mean, number, rate
-from mtp_extract.report.page import Page, Table, as_html, as_json
+from mtp_extract.report.files import PAGE_FILE, PAIR, REPORT, REPORT_LISTED
+from mtp_extract.report.numbers import format_mean, format_number, format_rate
+from mtp_extract.report.page import Page, ReportTable, as_html, as_json
 from mtp_extract.validation.result import DrafterFigures, Validation
 from mtp_extract.validation.verdict import drafts_of, findings, headlines
 
@@ -41,7 +41,7 @@ def write_validation(
         if validation.pair is not None:
             (stage / PAIR).write_bytes(as_json(validation.pair))
         (stage / REPORT).write_bytes(as_json(validation))
-        (stage / PAGE).write_text(as_html(page_of(validation)), encoding="utf-8")
+        (stage / PAGE_FILE).write_text(as_html(page_of(validation)), encoding="utf-8")
         return sorted(path.name for path in stage.iterdir())
 
 
@@ -78,7 +78,7 @@ def _measured(validation: Validation) -> str:
     return ", ".join([*parts, *(f"{name} {version}" for name, version in run.versions.items())])
 
 
-def page_tables(validation: Validation) -> Iterator[Table]:
+def page_tables(validation: Validation) -> Iterator[ReportTable]:
     """The tables in the order in which they are read."""
     if validation.drafters:
         if validation.drafters[0].worth:
@@ -91,7 +91,7 @@ def page_tables(validation: Validation) -> Iterator[Table]:
         yield controls(validation)
 
 
-def worth(validation: Validation) -> Table:
+def worth(validation: Validation) -> ReportTable:
     """What drafting is worth: every chain and tree of every drafter."""
     base, (first, *others) = validation.base, validation.drafters
     assert base is not None
@@ -101,10 +101,10 @@ def worth(validation: Validation) -> Table:
         for name, row in drafter.worth.items():
             drafts = drafts_of(name, row)
             lengths[drafter.name][drafts] = _point(row.tokens_per_round)
-            speeds = (number(speed, ".2f", unit="×") for speed in (row.measured_speedup, row.predicted_speedup))
+            speeds = (format_number(speed, ".2f", unit="×") for speed in (row.measured_speedup, row.predicted_speedup))
             which = f"{drafter.name}: {drafts}" if others else drafts
-            rows.append((which, mean(row.tokens_per_round), *speeds, f"{row.same_text}/{base.timed}"))
-    return Table(
+            rows.append((which, format_mean(row.tokens_per_round), *speeds, f"{row.same_text}/{base.timed}"))
+    return ReportTable(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
         rows,
@@ -113,9 +113,9 @@ def worth(validation: Validation) -> Table:
             "Tokens per round, of the loop along all texts: drafts that stand, and the base's own token. Speedup: "
             f"tokens a second of {base.timed} texts, one at a time, over the base alone; predicted: by tokens per "
             "round and the times of a round's drafts, its verification and the base's forward. Same text: of these, "
-            f"those that the base alone writes so. The base alone: {number(base.tokens_per_s, '.1f')} tokens a second, "
-            f"{number(base.forward_ms, '.2f')} ms a forward. A chain drafts each token after the one before; the "
-            f"drafts of a tree branch. {_BRACKETS}"
+            "those that the base alone writes so. The base alone: "
+            f"{format_number(base.tokens_per_s, '.1f')} tokens a second, {format_number(base.forward_ms, '.2f')} ms a "
+            f"forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
         picture=partial(
             figures.bars, lengths, _ROUND, strong="" if others else drafts_of(first.best, first.worth[first.best])
@@ -123,7 +123,7 @@ def worth(validation: Validation) -> Table:
     )
 
 
-def steps(drafters: Sequence[DrafterFigures]) -> Table:
+def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
     """How often each draft of a round stands."""
     first, *others = drafters
     by_step = first.agreement.steps
@@ -136,10 +136,13 @@ def steps(drafters: Sequence[DrafterFigures]) -> Table:
     # In the picture from the highest to the lowest.
     order = ("top-5", "accepted", *curves)
     lines = {name: [_percent(points) for points in curves[name] if points.value is not None] for name in order}
-    return Table(
+    return ReportTable(
         "Acceptance by draft step",
         ["draft step", "positions", *(f"{name} %" for name in curves)],
-        [(step.step, step.top1.n, *(rate(curve[step.step - 1]) for curve in curves.values())) for step in by_step],
+        [
+            (step.step, step.top1.n, *(format_rate(curve[step.step - 1]) for curve in curves.values()))
+            for step in by_step
+        ],
         what="How often each draft of a round is what the base says, at every position of the base's own text.",
         about=(
             f"Teacher-forced over the base's own greedy text after {first.agreement.texts} prompts. Accepted: of "
@@ -152,7 +155,7 @@ def steps(drafters: Sequence[DrafterFigures]) -> Table:
     )
 
 
-def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
+def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
     first, *others = drafters
     parts = {drafter.name: {**drafter.workloads, _ALL: drafter.agreement} for drafter in drafters}
     points = {
@@ -165,14 +168,18 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     }
     rows = list[Sequence[str | int]]()
     for name, workload in parts[first.name].items():
-        cells = [rate(workload.steps[0].top1), rate(workload.steps[0].top5), mean(workload.teacher_forced)]
+        cells = [
+            format_rate(workload.steps[0].top1),
+            format_rate(workload.steps[0].top5),
+            format_mean(workload.teacher_forced),
+        ]
         for other in others:
             change = {**other.changes, _ALL: other.change}[name]
-            by = number(change.mean, "+.2f", change.interval, between=" to ")
-            cells += [mean(parts[other.name][name].teacher_forced), by]
+            by = format_number(change.mean, "+.2f", change.interval, between=" to ")
+            cells += [format_mean(parts[other.name][name].teacher_forced), by]
         rows.append((name, workload.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
-    return Table(
+    return ReportTable(
         "Acceptance by workload",
         ["workload", "texts", "top-1 %, step 1", "top-5 %, step 1", _FORCED, *more],
         rows,
@@ -186,10 +193,10 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> Table:
     )
 
 
-def checks(validation: Validation) -> Table:
+def checks(validation: Validation) -> ReportTable:
     """Is it the drafter of the file, question by question."""
     answers = {True: "passed", False: "refuted", None: "not checked"}
-    return Table(
+    return ReportTable(
         "Is it the drafter of the file?",
         ("check", "what is asked", "result", "evidence"),
         [(check.name, check.what, answers[check.passed], check.evidence) for check in validation.checks],
@@ -198,14 +205,16 @@ def checks(validation: Validation) -> Table:
     )
 
 
-def controls(validation: Validation) -> Table:
+def controls(validation: Validation) -> ReportTable:
     """What the drafter reaches with one thing broken at a time."""
     rows, points = list[Sequence[str]](), {"the real drafter": _percent(validation.drafters[0].agreement.steps[0].top1)}
     for control in validation.controls:
         meaning = _STANDING[control.standing] + (f"; look at {control.suspect}" if control.standing == "above" else "")
-        rows.append((control.name, rate(control.top1), rate(control.difference), f"{control.what}: {meaning}"))
+        rows.append(
+            (control.name, format_rate(control.top1), format_rate(control.difference), f"{control.what}: {meaning}")
+        )
         points[control.name] = _percent(control.top1)
-    return Table(
+    return ReportTable(
         "Controls",
         ("control", "top-1 %, step 1", "below by", "what is broken: what it says"),
         rows,

@@ -11,7 +11,7 @@ from mtp_extract.errors import several
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.card import MEASURED, NAMED, PROVEN
-from mtp_extract.report.numbers import number, rate
+from mtp_extract.report.numbers import format_number, format_rate
 from mtp_extract.report.page import Headline
 from mtp_extract.validation.plan import ADAPTIVE
 from mtp_extract.validation.result import Validation
@@ -122,7 +122,10 @@ def headlines(validation: Validation) -> list[Headline]:
     timed = f"{several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
     all_same = same == base.timed
     text = f"greedy, in {base.dtype}; {'whatever is drafted' if all_same else f'{worst}, the worst'}"
-    length, speedup = number(best.tokens_per_round.value, ".2f"), number(best.measured_speedup, ".2f", unit="×")
+    length, speedup = (
+        format_number(best.tokens_per_round.value, ".2f"),
+        format_number(best.measured_speedup, ".2f", unit="×"),
+    )
     return [
         identity,
         Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"]),
@@ -143,11 +146,11 @@ def findings(validation: Validation) -> Iterator[str]:
     for drafter in validation.drafters[:1]:
         top1 = drafter.agreement.steps[0].top1
         few = "" if top1.ci95 else f" ({undecided(drafter.agreement.texts)})"
-        yield f"Its first draft is the base's own token at {rate(top1)} % of {top1.n} positions{few}"
+        yield f"Its first draft is the base's own token at {format_rate(top1)} % of {top1.n} positions{few}"
     for other in validation.drafters[1:]:
         change = other.change
         few = "" if change.interval else f" ({undecided(change.texts)})"
-        by = number(change.mean, "+.2f", change.interval, between=" to ")
+        by = format_number(change.mean, "+.2f", change.interval, between=" to ")
         yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
     if not validation.controls:
         return

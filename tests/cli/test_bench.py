@@ -25,12 +25,12 @@ from mtp_extract.io import threads
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.page import plain_json
 from mtp_extract.serving import client as client_module
-from mtp_extract.serving.benchmark import figures, run_benchmark, side_of
+from mtp_extract.serving.benchmark import benchmark_figures, measure_side, run_benchmark
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Request, Side, Window
-from mtp_extract.serving.verdict import table_of
+from mtp_extract.serving.verdict import benchmark_table
 
 
 def raises() -> None:
@@ -63,7 +63,7 @@ def checked(found: Benchmark) -> dict[str, Any]:
     """``bench.json``, after a look at its form."""
     report: dict[str, Any] = plain_json(found)
     validator("bench")(report)
-    assert all(len(row) == len(table_of(found).columns) for row in table_of(found).rows)
+    assert all(len(row) == len(benchmark_table(found).columns) for row in benchmark_table(found).rows)
     return report
 
 
@@ -407,12 +407,12 @@ def windows(*answers: tuple[int | None, float, float | None]) -> list[Window]:
 
 
 def side(done: Sequence[Window]) -> Side:
-    return side_of(done, {"code"})
+    return measure_side(done, {"code"})
 
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     fast, slow = windows((11, 1.0, 0.5), (21, 1.0, 0.1)), windows((11, 4.0, 0.5), (41, 6.0, 0.5))
-    found = figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
+    found = benchmark_figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
     server, baseline = found.sides["server"], found.sides["baseline"]
     assert server.tokens_per_s.value == pytest.approx((10 + 20) / 2)
     assert server.output_throughput == pytest.approx(32 / 8)
@@ -423,7 +423,7 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     assert found.speedup.value == pytest.approx((4 + 3) / (1 + 1))
     assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
     more = [windows(*((11, seconds * time, 0.5) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
-    faster = figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
+    faster = benchmark_figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
     assert (faster.value, faster.ci95) == (pytest.approx(2), pytest.approx([2, 2]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.loop_server import played
 
 from mtp_extract.doctor.counts import expected_counts
-from mtp_extract.doctor.faults import broken
+from mtp_extract.doctor.faults import break_drafter
 from mtp_extract.doctor.texts import Sample, served_counts
 from mtp_extract.drafter.mtp import LITERT, MtpDrafter
 from mtp_extract.serving.client import Answer
@@ -20,7 +20,7 @@ def test_greedy_counts_are_what_the_loop_counts(
     generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]]
 ) -> None:
     """Text by text and step by step, for the drafter as it is and with each thing broken that the loop can run."""
-    faulty = broken(drafter, LITERT, generator.base.num_layers, 2)
+    faulty = break_drafter(drafter, LITERT, generator.base.num_layers, 2)
     chosen = {"sound": drafter, **{name: faulty[name] for name in ("early_state", "unscaled_embedding")}}
     for name, engine in chosen.items():
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from mtp_extract.doctor.counts import Counts, compare
-from mtp_extract.doctor.faults import FAULTS, SOUND, Expected
+from mtp_extract.doctor.counts import Counts, rank_fits
+from mtp_extract.doctor.faults import FAULTS, SOUND, ExpectedCounts
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving, TextFit
-from mtp_extract.doctor.run import hold_against
-from mtp_extract.doctor.verdict import judge
+from mtp_extract.doctor.run import compare_with_served
+from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.io.typed import Figure
 
@@ -55,9 +55,11 @@ def judged(
 ) -> Diagnosis:
     drafter, settings = Identity("pair", "transformers", None), {"drafts": STEPS, "drafts_known": True}
     found = Diagnosis(drafter=drafter, base="base", settings=settings, serving=Serving("server", "vLLM"), text=text)
-    expected = Expected({name: expectation(rate) for name, rate in rates.items()}, LITERT if len(rates) > 1 else None)
-    hold_against(found, expected, served if steps_told else replace(served, by_step=None))
-    return judge(found)
+    expected = ExpectedCounts(
+        {name: expectation(rate) for name, rate in rates.items()}, LITERT if len(rates) > 1 else None
+    )
+    compare_with_served(found, expected, served if steps_told else replace(served, by_step=None))
+    return judge_diagnosis(found)
 
 
 @pytest.mark.parametrize("steps_told", [True, False])
@@ -101,7 +103,7 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     # That most prompts have another number of tokens there says what it is.
     assert found.text is not None
     found.text = structs.replace(found.text, prompts_alike=0.1)
-    assert (judge(found).outcome, found.suspect) == ("another text", "template")
+    assert (judge_diagnosis(found).outcome, found.suspect) == ("another text", "template")
     assert "90 % of the prompts are other tokens there" in found.verdict
 
 
@@ -110,7 +112,7 @@ def test_the_likelihood_is_of_drafts_by_step() -> None:
     one = (np.array([value]) for value in (19.0, 10.0, 9.0))
     expected = Counts(np.array([19.0]), np.array([10.0]), np.array([9.0]), np.array([[5.0, 4.0]]))
     served = Counts(*one, np.array([[6.0, 3.0]]))
-    (fit,) = compare(served, {SOUND: expected})
+    (fit,) = rank_fits(served, {SOUND: expected})
     first, second = (5 + 5 / 10) / 11, (4 + 4 / 5) / 6
     wanted = 6 * np.log(first) + 4 * np.log(1 - first) + 3 * np.log(second) + 3 * np.log(1 - second)
     assert fit.log_likelihood == pytest.approx(wanted)

@@ -23,7 +23,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, Pa
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, HALF_STEP, NEAREST, BaseComparison, compare_base
-from mtp_extract.insertion.encoding import FLOATS, KEPT, REQUANTIZED
+from mtp_extract.insertion.encoding import AS_FLOATS, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
 from mtp_extract.io.assembled import write_copy
@@ -67,7 +67,7 @@ def test_the_base_that_is_there_changes_nothing(sample: Path, base: Path, tmp_pa
 def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
     base, out = base_with(tmp_path / "base", tuned, shards=2), tmp_path / "new.litertlm"
     with planned_insertion(base, sample) as plan:
-        assert {each[0].how for role, each in plan.encodings.items() if role.endswith("norm")} == {FLOATS}
+        assert {each[0].how for role, each in plan.encodings.items() if role.endswith("norm")} == {AS_FLOATS}
         assert {each[0].how for role, each in plan.encodings.items() if role.endswith("proj")} == {REQUANTIZED}
         assert max(decision.error for each in plan.encodings.values() for decision in each) < 0.01
         result = plan.write(out)

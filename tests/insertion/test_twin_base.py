@@ -33,7 +33,7 @@ from mtp_extract.graph import reading
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, BaseComparison, compare_base
-from mtp_extract.insertion.encoding import CODES, KEPT, REQUANTIZED
+from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
 
@@ -140,7 +140,7 @@ def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None
         assert plan.overlays == ()
     with planned_insertion(MOBILE, out) as plan:
         hows = {each.how for role, own in plan.encodings.items() for each in own if role != PROJECTION}
-        assert hows == {KEPT, CODES}
+        assert hows == {KEPT, AS_CODES}
         plan.write(tmp_path / "back.litertlm")
     counts = compared(tmp_path / "back.litertlm", MOBILE).counts
     assert counts[EQUAL] == 129  # but for the projection, whose floats have no codes

@@ -20,7 +20,7 @@ from helpers.web import HOSTILE
 from helpers.web import Page as WebPage
 
 from mtp_extract.report.markdown import visible
-from mtp_extract.report.page import Page, Table, as_html
+from mtp_extract.report.page import Page, ReportTable, as_html
 from mtp_extract.validation.page import page_of
 from mtp_extract.validation.result import Validation
 
@@ -178,7 +178,7 @@ def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_nothing_is_cut_off_at_any_width(tmp_path: Path) -> None:
     many = tuple(f"column {n}" for n in range(14))
-    wide = Table("Wide", many, [("x" * 80, *["12.34 (11.11–13.13)"] * 13)], what="Many columns.")
+    wide = ReportTable("Wide", many, [("x" * 80, *["12.34 (11.11–13.13)"] * 13)], what="Many columns.")
     pages = {"sample": shown(), "wide": replace(shown(drafter="x" * 300), tables=[wide])}
     opened = {name: as_html(page).replace("<details", "<details open") for name, page in pages.items()}
     assert overflow(opened, tmp_path) == dict.fromkeys(pages, [0] * len(WIDTHS))

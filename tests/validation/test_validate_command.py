@@ -63,7 +63,7 @@ def test_the_verdict_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mtp_extract.api.validate", validate_with_a_bar)
     monkeypatch.setattr(validate, "_show", lambda result: terminal.say_all("Verified: it is the drafter."))
 
-    validate.command(ValidationPlan(None, sample=True))
+    validate.validate_command(ValidationPlan(None, sample=True))
 
     drawn, verdict, printed = screen.getvalue().partition("Verified: it is the drafter.\n")
     assert "drafting: batch 1 of 4" in drawn and verdict
