@@ -1,7 +1,13 @@
 """The commands: ``mtp-NAME``, and the same as ``mtp NAME``."""
 
+import os
+import sys
 from importlib import import_module
 from typing import Any
+
+if os.name == "nt":
+    # Places are locked, and files made durable, in the ways of POSIX.
+    sys.exit("error: mtp-extract runs on Linux and macOS. On Windows, run it in WSL.")
 
 COMMANDS = {
     "inspect": "Show what a bundle or a checkpoint holds.",

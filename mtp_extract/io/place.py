@@ -12,7 +12,6 @@ is to be put back, without ``new`` it has been replaced. So the next run in the 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -20,8 +19,15 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mtp_extract.errors import OutputError, escape, few
+from mtp_extract.errors import MtpExtractError, OutputError, escape, few
 from mtp_extract.io.threads import check_interrupted
+
+try:
+    import fcntl
+except ImportError as error:
+    raise MtpExtractError(
+        "This system has no file locks of POSIX: mtp-extract runs on Linux and macOS. On Windows, run it in WSL."
+    ) from error
 
 PathLike = str | os.PathLike[str]
 

@@ -90,6 +90,13 @@ def test_a_shell_completes_a_command_by_its_own_name() -> None:
     assert RUNNER.invoke(inspect.app, [], prog_name="mtp-inspect", env=environment).output.split() == ["--against"]
 
 
+def test_on_windows_a_command_ends_in_one_line() -> None:
+    code = "import os, pathlib; os.name = 'nt'; import mtp_extract.cli"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: mtp-extract runs on Linux and macOS. On Windows, run it in WSL.\n"
+
+
 def test_the_path_of_the_sample_is_one_that_other_commands_take() -> None:
     path = RUNNER.invoke(sample_command.app, []).output.strip()
     assert "MTP drafter" in RUNNER.invoke(inspect.app, [path]).output
