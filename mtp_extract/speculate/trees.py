@@ -3,7 +3,7 @@
 A chain is a tree with one draft for each place. Nodes are numbered level by level, the pending token first; those after
 one node, the likeliest first.
 
->>> Tree.parse("2x1").parents
+>>> DraftTree.parse("2x1").parents
 [-1, 0, 0, 1, 2]
 """
 
