@@ -10,7 +10,9 @@ LiteRT has two sets of kernels for this. XNNPACK's are the ones that LiteRT-LM r
 an attention over whole caches grows with the square of their length: 17 GB for a drafter of E2B with 32 003 slots. The
 *reference kernels*, plain loops, take 0.5 GB for it. They compute the section in floats, always, and the section as it
 is where its caches are long. Of INT8 and INT4 they make the same codes as XNNPACK but where two codes are as near
-(its other plain kernels, optimized ones, take INT4's -8 for another number); only scales by block they do not know.
+(its other plain kernels, optimized ones, take INT4's -8 for another number). Two things they do not compute: scales by
+block, and products of floats with INT8's -128, whose sign an 8-bit register cannot change. Such weights are given to
+them as floats.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ XNNPACK_SLOTS = 4096
 
 _CAST = 53
 _ROOM_FOR_TABLES = 1 << 22
+_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,26 @@ def _section(source: Shard, *, floats: bool) -> bytes:
     """The section as the interpreter is given it."""
     if floats:
         return in_floats(source.model)
-    if needs_reference_kernels(source) and any(_has_blocks(t) for g in source.model.subgraphs for t in g.tensors):
-        return in_floats(source.model, _has_blocks)
+    if needs_reference_kernels(source):
+        misread = _misread_by_reference_kernels(source.model)
+        if misread:
+            return in_floats(source.model, lambda tensor: (tensor.subgraph, tensor.index) in misread)
     return source.model.region.read(0, source.model.region.size)
+
+
+def _misread_by_reference_kernels(model: TfliteModel) -> set[tuple[int, int]]:
+    """Subgraph and index of the weights that the reference kernels take for other numbers."""
+    misread = set()
+    for graph in model.subgraphs:
+        misread |= {(tensor.subgraph, tensor.index) for tensor in graph.tensors if _has_blocks(tensor)}
+        for operator in graph.operators:
+            if operator.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL"):
+                continue
+            # With activations in codes the product is one of integers, which they compute as it is.
+            first, second = (graph.tensors[index] for index in operator.inputs[:2])
+            if first.type == TensorType.FLOAT32 and _holds_lowest_int8(model, second):
+                misread.add((second.subgraph, second.index))
+    return misread
 
 
 def _output(runner: Any, names: Mapping[str, str], inputs: GraphInputs) -> Outputs:
@@ -288,3 +308,12 @@ def is_coded(tensor: Tensor) -> bool:
 def _has_blocks(tensor: Tensor) -> bool:
     """Whether ``tensor`` has scales by block."""
     return tensor.quantization is not None and tensor.quantization.blockwise is not None
+
+
+def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an INT8 constant with the code -128 in it."""
+    if tensor.type != TensorType.INT8 or not model.has_data(tensor):
+        return False
+    region = model.locate(tensor)
+    chunks = (range(begin, min(begin + _CHUNK, region.size)) for begin in range(0, region.size, _CHUNK))
+    return any(np.frombuffer(region.read(chunk.start, len(chunk)), np.int8).min() == -128 for chunk in chunks)

@@ -34,15 +34,18 @@ class DrafterSpec:
     theta: float = 10000.0
     cache_step: float | None = None
     """What a code of an INT8 cache is worth; None of caches in floats."""
+    lowest_code: int = -127
+    """Of the INT8 matrices. Symmetric quantizers leave -128 out; nothing forbids it."""
 
 
 @dataclass
 class _Plain(Graph):
+    lowest_code: int = -127
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
         """INT8, with a scale a row."""
-        index = self.constant(self.rng.integers(-127, 128, (rows, width)), "i8")
+        index = self.constant(self.rng.integers(self.lowest_code, 128, (rows, width)), "i8")
         quantization = schema.QuantizationParametersT(
             scale=self.rng.uniform(0.01, 0.02, rows).astype(np.float32), zeroPoint=np.zeros(rows, np.int64)
         )
@@ -59,7 +62,7 @@ def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     """The ``ModelT`` of a drafter; the same spec gives the same model."""
     model = Model(description="plain")
     made = model.graph("main")
-    graph = _Plain(model, made.made, made.index)
+    graph = _Plain(model, made.made, made.index, lowest_code=spec.lowest_code)
     activations = graph.input("activations", [1, 1, 2 * spec.backbone])
     position = graph.input("input_pos", [1], "i32")
     mask = graph.input("mask", [1, 1, 1, spec.cache], "bool")

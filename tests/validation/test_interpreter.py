@@ -118,6 +118,20 @@ def test_both_kernels_make_the_same_codes(name: str, monkeypatch: pytest.MonkeyP
     assert apart(reference, xnnpack).correlation > 0.998
 
 
+def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INT8's -128 against float activations, for which they compute -(-128) in 8 bits; XNNPACK reads it right."""
+    spec = DrafterSpec(hidden=64, ffn=128, head_dim=16, backbone=64, vocab=64, cache=64, lowest_code=-128)
+    with plain_source(tmp_path, spec) as source:
+        xnnpack = interpreted(source, random_inputs(source, 8), floats=False)
+        monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
+        reference = interpreted(source, random_inputs(source, 8), floats=False)
+        parity = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    assert apart(reference, xnnpack).correlation > 0.99
+    assert parity.agrees
+
+
 def test_codes_of_a_cache_are_exact() -> None:
     """Both programs are given the same numbers: what differs as it is are activations alone."""
     with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
