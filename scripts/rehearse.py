@@ -63,9 +63,10 @@ with loop_server(SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), 
 
 
 def environment() -> dict[str, str]:
-    """That of the commands: they import what lies here."""
+    """That of the commands: they import what lies here, compiled once, as pip compiles what it installs."""
     paths = [ROOT, ROOT / "tests", ROOT / "scripts"]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TERM": "dumb", "COLUMNS": "200"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TERM": "dumb", "COLUMNS": "200"}
 
 
 def make(root: Path, shape: Shape) -> None:
