@@ -25,6 +25,7 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseOutput, RoundStart
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
+from mtp_extract.graph.forms import CacheAxes
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
 from mtp_extract.litertlm.tflite import Tensor
 from mtp_extract.pipeline.check import Check
@@ -65,15 +66,29 @@ class Apart:
         return max(self.logits, self.state)
 
 
-def cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, int], tuple[str, int]]]:
-    """By layer type, the names of the inputs for K and V, each with the axis of its slots."""
+def cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
+    """By layer type, the names of the inputs for K and V, each with the axes of its heads, slots and dimensions."""
+    axes: dict[str, CacheAxes] = {}
+    for layer in source.walk.layers:
+        axes |= {layer.key: layer.attention.scores.axes, layer.value: layer.attention.axes}
     caches = {}
     for kind, (key, value) in source.kv.items():
-        keys, values = (source.walk.caches[name].shape for name in (key, value))
-        # Where a square cache leaves it open, V is transposed, as in every published file.
-        transposed = keys != values or values[2] == values[3]
-        caches[kind] = (key, 2), (value, 3 if transposed else 2)
+        if key not in axes or value not in axes:
+            # No attention was read: K and V lie as in every published file, where V is transposed.
+            axes |= {key: (1, 2, 3), value: (1, 3, 2)}
+        caches[kind] = (key, axes[key]), (value, axes[value])
     return caches
+
+
+def by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
+    """A view of ``cache`` as [1, KV heads, slots, head_dim]; what is written into it is written into ``cache``."""
+    heads, slots, dimensions = axes
+    in_order = [axis for axis in (heads, slots, dimensions) if axis is not None]
+    # Every other axis has one element.
+    single = [axis for axis in range(cache.ndim) if axis not in in_order]
+    ordered = cache.transpose(*single, *in_order)
+    view: NDArray[Any] = ordered.reshape(1, -1, *ordered.shape[-2:])
+    return view
 
 
 def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
@@ -100,10 +115,10 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
             PARAM_TENSOR: np.array([[[param]]], np.int32),
         }
         for kind, (keys, values) in cache_inputs(source).items():
-            for (name, axis), spread in ((keys, _KEY_SPREAD / config.kv_layers[kind].head_dim ** 0.5), (values, 1.0)):
+            for (name, axes), spread in ((keys, _KEY_SPREAD / config.kv_layers[kind].head_dim ** 0.5), (values, 1.0)):
                 tensor = source.walk.caches[name]
                 inputs[name] = np.zeros(tensor.shape, np.float32)
-                visible = np.moveaxis(inputs[name], axis, 2)[:, :, : position + 1]
+                visible = by_slot(inputs[name], axes)[:, :, : position + 1]
                 visible[:] = _random_cache(random, visible.shape, tensor, spread)
         yield inputs
         if quiet and position < NEAR:
@@ -123,7 +138,7 @@ def _positions(slots: int, count: int) -> list[int]:
 
 def longest_cache(source: Shard) -> int:
     """Slots of the longest cache."""
-    return max(source.walk.caches[key].shape[axis] for (key, axis), _ in cache_inputs(source).values())
+    return max(source.walk.caches[key].shape[slots] for (key, (_, slots, _)), _ in cache_inputs(source).values())
 
 
 def allowed_difference(terms: int, position: int) -> float:
@@ -159,10 +174,10 @@ def visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
     """By layer type, K and V up to the position, each [1, KV heads, position + 1, head_dim]."""
     slots = int(inputs[INPUT_POS][0]) + 1
 
-    def seen(name: str, axis: int) -> torch.Tensor:
-        return torch.from_numpy(np.moveaxis(inputs[name], axis, 2)[:, :, :slots])
+    def visible(name: str, axes: CacheAxes) -> torch.Tensor:
+        return torch.from_numpy(by_slot(inputs[name], axes)[:, :, :slots])
 
-    return {kind: (seen(*keys), seen(*values)) for kind, (keys, values) in cache_inputs(source).items()}
+    return {kind: (visible(*keys), visible(*values)) for kind, (keys, values) in cache_inputs(source).items()}
 
 
 def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[GraphInputs]) -> list[Outputs]:

@@ -145,6 +145,12 @@ def test_codes_of_a_cache_are_exact() -> None:
                 assert np.unique(codes).size > 25
 
 
+def test_caches_with_as_many_slots_as_dimensions(tmp_path: Path) -> None:
+    """Their shapes do not say which axis is which; the graph does. Here V lies as K does."""
+    with plain_source(tmp_path, DrafterSpec(head_dim=16, cache=16)) as source:
+        assert measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source).agrees
+
+
 LONG = DrafterSpec(cache=32003, cache_step=0.02)
 
 
