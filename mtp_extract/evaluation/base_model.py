@@ -44,6 +44,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
 
     Raises:
         PairError: no model or no tokenizer there, a drafter, or a tensor that is missing.
+        CheckpointError: it is a LoRA adapter.
         SourceError: the Hub cannot be reached, has no such model, wants a token, or the model is larger than memory.
         MtpExtractError: too little memory, or a device that is not there.
     """
@@ -51,7 +52,6 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     chosen = _device_of(device)
     room = int(free_memory(chosen) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
-    require_base(directory, name)
     size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:  # before the machine starts to swap
         raise MtpExtractError(
@@ -73,15 +73,6 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     embedding = model.get_input_embeddings().weight
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
-
-
-def require_base(directory: Path, name: str) -> None:
-    """Raise PairError where ``directory``, given as ``name``, holds an adapter instead of a base; nothing is loaded."""
-    if (directory / "adapter_config.json").is_file() and not any(directory.glob("model*.safetensors")):
-        raise PairError(
-            f"{escape(name)}: a LoRA adapter, not a base (adapter_config.json). Merge it into its base first, and give "
-            "the merged model's directory."
-        )
 
 
 def _read(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:

@@ -23,8 +23,9 @@ from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor, rea
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.formats import reading
+from mtp_extract.io.opening import ADAPTER, MERGE_FIRST
 
-_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_CONFIG = "config.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Of the whole model, of the text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -73,18 +74,14 @@ def holds_base(directory: Path) -> bool:
 
 
 def check_merged(directory: Path) -> None:
-    """Check that ``directory`` holds weights, and no LoRA adapter, whose change is not in the weights beside it.
+    """Check that no LoRA adapter lies in ``directory``, whose change is not in the weights beside it.
 
     Raises:
-        CheckpointError: it does, or may.
+        CheckpointError: one does.
     """
-    if not (directory / _ADAPTER).exists():
-        return
-    beside = f" If the weights beside it are merged already, move {_ADAPTER} away." if holds_base(directory) else ""
-    raise CheckpointError(
-        f"{escape(directory)}: a LoRA adapter ({_ADAPTER}); merge it into its base first (PEFT's merge_and_unload), "
-        f"and give the merged model.{beside}"
-    )
+    if (directory / ADAPTER).exists():
+        beside = f" If the weights beside it are merged already, move {ADAPTER} away." if holds_base(directory) else ""
+        raise CheckpointError(f"{escape(directory)}: {MERGE_FIRST}{beside}")
 
 
 def read_base(directory: Path) -> BaseCheckpoint:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.errors import SourceError, escape, few
+from mtp_extract.errors import CheckpointError, SourceError, escape, few
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, cached_address, parse_address
 from mtp_extract.io.http_library import FaultError, faults, without_secrets
 from mtp_extract.io.remote import RemoteSource, ask_patiently
@@ -18,6 +19,13 @@ from mtp_extract.io.source import LocalSource, Progress, Source, nothing_shown
 _LARGEST = 4_000_000_000
 """Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
 
+ADAPTER = "adapter_config.json"
+"""What PEFT writes beside the weights of an adapter, which it calls ``adapter_model.safetensors``."""
+
+MERGE_FIRST = (
+    f"a LoRA adapter ({ADAPTER}); merge it into its base first (PEFT's merge_and_unload), and give the merged model."
+)
+_WEIGHTS = re.compile(r"^(?!adapter_).*\.(safetensors|gguf)$")
 
 Named = str | os.PathLike[str] | HubAddress
 """How a user, or an address that was read before, names a file."""
@@ -157,31 +165,28 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
 
     Raises:
         SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
+        CheckpointError: it is a LoRA adapter.
     """
     from huggingface_hub import constants, snapshot_download
 
-    # A Path has lost one of its slashes.
-    text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
-    address = None if os.path.lexists(text) else parse_address(text)
-    if address is None and "://" in text and not or_bundle:
-        what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
-        raise SourceError(f"{public_url(text)}: {what}")
+    address = _checkpoint_address(source, or_bundle=or_bundle)
     if address is None or (or_bundle and address.is_file):
-        return text
-    folder = f"{address.path.rstrip('/')}/" if address.path else ""
+        place = _with_slashes(source)
+        if os.path.isdir(place):
+            _check_merged(escape(place), os.listdir(place))
+        return place
+    folder = _folder_of(address)
     if or_bundle or not constants.HF_HUB_OFFLINE:
-        sizes = _sizes(replace(address, path=folder), None)
+        sizes = _sizes(folder, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
-            return text
-        if f"{folder}config.json" not in sizes:
-            excess = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
-            raise SourceError(f"{address.name}: expected a folder with a config.json, {excess}")
+            return _with_slashes(source)
+        _check_listing(folder, sizes)
         if (size := sum(sizes.values())) > largest:
             excess = (
                 f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
             )
             raise SourceError(f"{address.name}: {excess}. Name a folder with less, or a smaller model.")
-    pattern = f"{glob.escape(folder)}*"
+    pattern = f"{glob.escape(folder.path)}*"
 
     def fetch() -> str:
         try:
@@ -189,7 +194,60 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
         except RuntimeError as error:  # so hf_xet says that the Hub's storage fails
             raise FaultError(address.name, f"the storage failed: {without_secrets(str(error))}") from None
 
-    return os.path.join(ask_patiently(address.name, fetch), folder).rstrip("/")
+    return os.path.join(ask_patiently(address.name, fetch), folder.path).rstrip("/")
+
+
+def require_checkpoint(source: str) -> None:
+    """Check that ``source`` is the directory of a checkpoint, or one on the Hub, of which nothing is fetched.
+
+    Raises:
+        SourceError: there is none.
+        CheckpointError: it is a LoRA adapter.
+    """
+    address = _checkpoint_address(source)
+    if address is not None:
+        folder = _folder_of(address)
+        _check_listing(folder, _sizes(folder, None))
+    elif os.path.isdir(source):
+        _check_merged(escape(source), os.listdir(source))
+    else:
+        what = "expected the directory of a checkpoint, or its id on the Hugging Face Hub, found neither"
+        raise SourceError(f"{escape(source)}: {what}. Check the path.")
+
+
+def _checkpoint_address(source: str | os.PathLike[str], *, or_bundle: bool = False) -> HubAddress | None:
+    """What ``source`` names on the Hub; None for a path; ``or_bundle`` also for a URL of another site."""
+    text = _with_slashes(source)
+    address = None if os.path.lexists(text) else parse_address(text)
+    if address is None and "://" in text and not or_bundle:
+        what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
+        raise SourceError(f"{public_url(text)}: {what}")
+    return address
+
+
+def _with_slashes(source: str | os.PathLike[str]) -> str:
+    """``source`` as text; where it is an address in a Path, with the slash that it lost."""
+    return re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
+
+
+def _folder_of(address: HubAddress) -> HubAddress:
+    """The repository, or the folder of one, that ``address`` names, whether it ends in a slash or not."""
+    return replace(address, path=f"{address.path.rstrip('/')}/" if address.path else "")
+
+
+def _check_listing(folder: HubAddress, paths: Collection[str]) -> None:
+    """Check that the files ``paths`` of ``folder`` are those of a checkpoint."""
+    _check_merged(folder.name, paths)
+    if f"{folder.path}config.json" not in paths:
+        excess = f"found {few(paths) or 'no files'}. Name another, or download a file and give its path."
+        raise SourceError(f"{folder.name}: expected a folder with a config.json, {excess}")
+
+
+def _check_merged(name: str, paths: Collection[str]) -> None:
+    """Raise CheckpointError where the files ``paths`` are those of a LoRA adapter alone: PEFT's, and no weights."""
+    files = {os.path.basename(path) for path in paths}
+    if ADAPTER in files and not any(_WEIGHTS.search(file) for file in files):
+        raise CheckpointError(f"{name}: {MERGE_FIRST}")
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:

@@ -142,10 +142,3 @@ def test_running_out_of_memory(error: Exception) -> None:
 def test_other_errors_are_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="shape"), memory_guard("thinking"):
         raise RuntimeError("shape")
-
-
-def test_an_adapter_is_no_base(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    save_file({"x.lora_A.weight": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(PairError, match=r"a LoRA adapter, not a base .*Merge it into its base first"):
-        load_base(str(tmp_path), "cpu")

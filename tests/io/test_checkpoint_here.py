@@ -15,6 +15,7 @@ from helpers.hub_server import TOKEN, HubServer
 from seam import verify
 
 import mtp_extract
+from mtp_extract.data import sample_prompts
 from mtp_extract.errors import CheckpointError, SourceError
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.io.address import name_of
@@ -93,6 +94,47 @@ def test_what_is_not_fetched(published: HubServer) -> None:
     Path("org/gemma-mtp").mkdir(parents=True)
     assert checkpoint_here(REPO) == REPO
     assert len(published.requests) == asked
+
+
+ADAPTER = {
+    "adapter_config.json": json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"}).encode(),
+    "adapter_model.safetensors": bytes(8),
+    "README.md": b"# An adapter",
+}
+"""What PEFT uploads, and trainers write."""
+
+
+@pytest.mark.parametrize("on_hub", [True, False])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect BUNDLE --against ADAPTER",
+        "inspect ADAPTER",
+        "insert ADAPTER BUNDLE --dry-run",
+        "insert DIR BUNDLE --dry-run --base ADAPTER",
+        "convert ADAPTER --for gguf",
+        "validate DIR --base ADAPTER",
+        "tune DIR --base ADAPTER --prompts PROMPTS",
+        "doctor DIR --base ADAPTER --prompts PROMPTS",
+    ],
+)
+def test_an_adapter_is_to_be_merged_into_its_base(
+    published: HubServer, extracted: Path, tmp_path: Path, command: str, on_hub: bool
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    for name, content in ADAPTER.items():
+        published.add("org/adapter", name, content)
+        (tmp_path / "adapter" / name).write_bytes(content)
+    places = {
+        "ADAPTER": "org/adapter" if on_hub else str(tmp_path / "adapter"),
+        "BUNDLE": str(first_bundle()),
+        "DIR": str(extracted),
+        "PROMPTS": str(sample_prompts()),
+    }
+    done = run_here(*(places.get(word, word) for word in command.split()))
+    expected = "adapter: a LoRA adapter (adapter_config.json); merge it into its base first"
+    assert (done.returncode, expected in " ".join(done.stderr.split())) == (1, True), done.stderr
+    assert not [request for request in published.requests if "adapter/resolve/" in request.path], "nothing is fetched"
 
 
 def test_another_site_has_none() -> None:
