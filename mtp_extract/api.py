@@ -20,7 +20,7 @@ from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.io.opening import checkpoint_here, is_checkpoint
+from mtp_extract.io.opening import checkpoint_here, is_checkpoint, require_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
@@ -118,12 +118,20 @@ def insert(
         raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
+    if is_checkpoint(bundle):
+        swapped = "The first argument is a bundle, the second a checkpoint: swap them."
+        advice = swapped if os.path.isfile(source) and not is_checkpoint(source) else "Give a .litertlm in its place."
+        raise UnsupportedError(
+            f"{escape(bundle)}: expected the bundle that weights go into, found a checkpoint. {advice}"
+        )
     source, measuring = checkpoint_here(source, or_bundle=True), dict[str, Any]()
     if base is not None:
         require("torch", "transformers")
         if not Path(source).is_dir():
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
+        # Before anything is read: only static grids want it, and loading it would find out last.
+        require_checkpoint(base)
         measuring = _measuring(source, base, say, show)
     with planned_insertion(
         source, bundle, **measuring, graph_from=graph_from, section=section, progress=progress

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from helpers.commands import run_here
 
+from mtp_extract.data import sample_base
+
 run = partial(run_here, "insert")
 NEW = "new.litertlm"
 
@@ -43,6 +45,20 @@ def test_packed_weights_of_an_older_file(sample: Path, exact: Path, tmp_path: Pa
     assert f"Note: Delete {NEW}_1700000000_123" in out and "the runtime packed them from an older file" in out
 
 
-def test_a_base_is_not_loaded_for_a_graph_without_static_activations(sample: Path, exact: Path) -> None:
-    done = run(exact, sample, "--base", "nowhere", "--dry-run")
+def test_a_base_is_not_loaded_for_a_graph_without_static_activations(sample: Path, exact: Path, tmp_path: Path) -> None:
+    """What is given is there, all the same."""
+    done = run(exact, sample, "--base", tmp_path, "--dry-run")
     assert "no static activations: nothing was calibrated" in done.stdout
+    for checkpoint in (exact, sample_base()):
+        refused = run(checkpoint, sample, "--base", "nowhere", "--dry-run")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "nowhere: expected the directory of a checkpoint, or its id on the Hugging Face" in refused.stderr
+
+
+def test_swapped_arguments_are_told_so(sample: Path, exact: Path, tmp_path: Path) -> None:
+    swapped = run(sample, exact, "-o", tmp_path / NEW)
+    assert (swapped.returncode, swapped.stdout) == (1, "")
+    assert "The first argument is a bundle, the second a checkpoint: swap them." in " ".join(swapped.stderr.split())
+    twice = run(exact, exact, "-o", tmp_path / NEW)
+    assert "found a checkpoint. Give a .litertlm in its place." in " ".join(twice.stderr.split())
+    assert list(tmp_path.iterdir()) == []
