@@ -15,7 +15,7 @@ import typer
 from mtp_extract.cli._command import program
 from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
 from mtp_extract.errors import escape
-from mtp_extract.tuning.plan import ORDERED, TuningPlan
+from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.run import run_tuning
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def tune_command(plan: TuningPlan) -> None:
         _show(outcome, plan)
     if outcome.directory is None:
         if first:
-            why = "; ".join(outcome.refused)
+            why = "nothing changed" if _is_unchanged(outcome, plan) else "; ".join(outcome.refused)
             error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
         raise typer.Exit(1)
 
@@ -76,10 +76,21 @@ def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
+    """Whether the best drafter is the one that was given; a new head is none."""
+    return plan.mode not in (ORDERED, EAGLE3) and outcome.record["best_step"] == 0
+
+
 def _show(outcome: Outcome, plan: TuningPlan) -> None:
     """What was made, the comparison before and after, and where all of it lies."""
     record = outcome.record
-    if plan.mode == ORDERED:
+    if _is_unchanged(outcome, plan):
+        overall = outcome.comparisons.overall
+        say(
+            f"Nothing changed: no step of {record['steps_done']} made it draft better on the watched texts. It stays "
+            f"as it was: {overall.before.tokens_per_round:.3f} tokens per round on {overall.texts} held-out texts."
+        )
+    elif plan.mode == ORDERED:
         say(
             f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
             f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
@@ -92,7 +103,8 @@ def _show(outcome: Outcome, plan: TuningPlan) -> None:
             f"Trained {record['numbers']} numbers on {texts} texts, {record['steps_done']} steps, "
             f"best after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
         )
-    _show_comparisons(outcome.comparisons, plan)
+    if not _is_unchanged(outcome, plan):
+        _show_comparisons(outcome.comparisons, plan)
     say_notes(outcome.notes)
     if outcome.directory is not None:
         forced = f"; forced: {'; '.join(outcome.refused)}" if outcome.refused else ""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 
+from mtp_extract.cli import tune
 from mtp_extract.cli.tune import _show_comparisons
 from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.tuning.run import Outcome
 from mtp_extract.tuning.verdict import Comparisons
 
 ANCHORS, K = 30, 2
@@ -105,3 +109,23 @@ def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in shown and max(map(len, lines)) <= 100 and len(lines) < 24
     assert " ".join(lines[2].split()) == "rounds, before for one after 20 360 240 x 1.500 (1.500 to 1.500)"
     assert shown.count("text 2") == 3
+
+
+def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = compared(("code",) * 20, 20, measured(20, 0.5), measured(20, 0.5))
+    corpus = Corpus(((text(0),),), (), (), 0)
+    record = {"best_step": 0, "steps_done": 40, "numbers": 8, "interrupted": False}
+    refused = tuple(same.refused())
+    monkeypatch.setattr(tune, "run_tuning", lambda *_: Outcome(None, refused, same, corpus, record, ("of the base",)))
+    with pytest.raises(typer.Exit):
+        tune.tune_command(TuningPlan(None, "base", out=Path("tuned")))
+    shown = capsys.readouterr()
+    first, *others = " ".join(shown.out.split()).split(" Note: ")
+    assert first == (
+        "Nothing changed: no step of 40 made it draft better on the watched texts. It stays as it was: 1.667 tokens "
+        "per round on 20 held-out texts."
+    )
+    assert others == ["of the base"]
+    assert "tuned: nothing was saved: nothing changed. Tune on more or other text" in " ".join(shown.err.split())
