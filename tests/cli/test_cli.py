@@ -13,12 +13,12 @@ import pytest
 from helpers.commands import run
 from helpers.make_bundle import Part, bundle, drafter_of, load, pack
 from helpers.variant_files import variant
+from seam import read_prompts
 from typer.testing import CliRunner
 
 import mtp_extract
 from mtp_extract import __version__
 from mtp_extract.cli import COMMANDS, extract, inspect, main, module_of
-from mtp_extract.cli import sample as sample_command
 
 RUNNER = CliRunner()
 
@@ -34,6 +34,15 @@ def test_sample_is_one_command(tmp_path: Path) -> None:
     again = run("extract", "--sample", cwd=tmp_path)
     assert (again.returncode, again.stdout, again.stderr.count("error: ")) == (1, "", 1)
     assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
+
+
+def test_the_sample_is_a_path_for_every_command(tmp_path: Path) -> None:
+    bundle, base, prompts = (run("sample", *name).stdout.strip() for name in ([], ["base"], ["prompts"]))
+    assert [Path(path).exists() for path in (bundle, base, prompts)] == [True] * 3
+    for line in (["inspect", bundle, "--against", base], ["insert", base, bundle, "--dry-run"]):
+        done = run(*line, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), line
+    assert len(read_prompts(Path(prompts))) > 50
 
 
 def test_json(sample: Path, tmp_path: Path) -> None:
@@ -95,12 +104,6 @@ def test_on_windows_a_command_ends_in_one_line() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr == "error: mtp-extract runs on Linux and macOS. On Windows, run it in WSL.\n"
-
-
-def test_the_path_of_the_sample_is_one_that_other_commands_take() -> None:
-    path = RUNNER.invoke(sample_command.app, []).output.strip()
-    assert "MTP drafter" in RUNNER.invoke(inspect.app, [path]).output
-    assert (Path(RUNNER.invoke(sample_command.app, ["base"]).output.strip()) / "config.json").is_file()
 
 
 def test_inspect(sample: Path) -> None:
