@@ -56,6 +56,7 @@ from mtp_extract.pipeline.check import Check, ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against as _verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
+from mtp_extract.pipeline.skeleton import write_skeleton
 from mtp_extract.proof.proof import Proof, in_words
 from mtp_extract.proof.proof import prove as _prove
 

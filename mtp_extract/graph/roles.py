@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from mtp_extract.architecture.roles import MATRIX, Role, role_table, roles_of
+from mtp_extract.architecture.roles import MATRIX, role_table, roles_of
 from mtp_extract.errors import RoleError
 from mtp_extract.graph.call import activation_scale
 from mtp_extract.graph.flat import FlatGraph, Value
@@ -153,23 +153,30 @@ def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
     for constant in found:
         is_matrix = len(constant.shape) == 2
         names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as
-        # Fused operators leave a constant with the names of several, joined by semicolons.
-        pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
-        templates = (role for role in role_table() if (role.kind == MATRIX) == is_matrix)
-        named = {name for role in templates for name in _named(role, pieces) if name in roles}
+        named = roles_named(names, is_matrix=is_matrix) & roles.keys()
         if constant.role in named:
             confirmed.append(constant.role)
-        elif named and not any(_layers_of(pattern, pieces) for pattern in roles[constant.role].also_seen):
+        elif named and not any(_layers_of(pattern, _pieces(names)) for pattern in roles[constant.role].also_seen):
             contradicted[constant.role] = tuple(sorted(named))
         else:
             unrecognised.append(constant.role)
     return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)
 
 
-def _named(template: Role, pieces: Iterable[str]) -> set[str]:
-    """The roles of the table's entry ``template``, a layer each, whose names are among ``pieces``."""
-    layers = set[str]().union(*(_layers_of(pattern, pieces) for pattern in template.published_names))
-    return {template.name.replace(_LAYER, layer) for layer in layers}
+def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
+    """The roles of matrices, or of what is none, that one of ``names`` is published for; of any layer."""
+    pieces = _pieces(names)
+    named = set[str]()
+    for template in role_table():
+        if (template.kind == MATRIX) == is_matrix:
+            for pattern in template.published_names:
+                named |= {template.name.replace(_LAYER, layer) for layer in _layers_of(pattern, pieces)}
+    return named
+
+
+def _pieces(names: Iterable[str]) -> list[str]:
+    """Fused operators leave a constant with the names of several, joined by semicolons: each by itself."""
+    return [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
 
 
 def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
@@ -195,10 +202,3 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     else:
         begins += "()"
     return re.compile(begins), re.compile(ends)
-
-
-def carries(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether one of ``patterns`` is in one of ``names``, which exporters join by semicolons."""
-    # Fused operators leave a constant with the names of several, joined by semicolons.
-    pieces = [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
-    return any(re.search(pattern, piece) for pattern in patterns for piece in pieces)

@@ -8,6 +8,7 @@ weight is taken for one.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.reading import MATRIX, weight_of
-from mtp_extract.graph.roles import carries
+from mtp_extract.graph.roles import roles_named
 from mtp_extract.io.place import PathLike, check_place, staged
 from mtp_extract.litertlm.skeleton import pack_skeleton
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
@@ -94,7 +95,12 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
             walked.walk()
             is_whole = True
         roles = {(r.tensor.subgraph, r.tensor.index): r.tensor for r in walked.roles if r.tensor is not None}
-        not_weights = {key for key, value in graph.constants.items() if is_whole or not _may_be_weight(graph, value)}
+        # From the end: what a value is for is said by what is made of it.
+        may_be = dict[int, bool]()
+        for node in reversed(graph.nodes):
+            may_be |= {id(result): _may_be_weight(graph, result, may_be) for result in node.outputs}
+        constants = graph.constants.items()
+        not_weights = {key for key, value in constants if is_whole or not _may_be_weight(graph, value, may_be)}
     numbers = (t for t in stored if t.type in NUMBER_TYPES and (t.subgraph, t.index) not in roles)
     largest = _LARGEST_NUMBER if graph is None else 1
     doubtful = [t for t in numbers if (t.subgraph, t.index) not in not_weights and t.elements > largest]
@@ -103,10 +109,13 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
     return model, list(roles.values()), doubtful
 
 
-def _may_be_weight(graph: FlatGraph, value: Value) -> bool:
+def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -> bool:
     """Whether a constant meets an activation otherwise than by being chosen, or is a matrix of a product.
 
     A rotation is not: all that there is to know of it is that it is one.
+
+    Args:
+        may_be: by id, the same of the values that are made of it.
     """
     for node, _ in value.consumers:
         if node.kind == MATRIX and _is_rotation(graph, node):
@@ -115,7 +124,7 @@ def _may_be_weight(graph: FlatGraph, value: Value) -> bool:
         if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in ("SELECT", "SELECT_V2")):
             return True
         constant = node.kind in LAYOUT or node.kind in CONVERSIONS
-        if constant and not meets and any(_may_be_weight(graph, result) for result in node.outputs):
+        if constant and not meets and any(may_be.get(id(result), True) for result in node.outputs):
             return True
     return value.tensor.elements > _LARGEST_NUMBER and not any(
         result.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for result in node.outputs
@@ -132,10 +141,11 @@ def _is_rotation(graph: FlatGraph, node: Node) -> bool:
 
 def _is_named_scalar(value: Value) -> bool:
     """Whether the one number that it is has the published name of a layer's scalar."""
-    scalars = (role for role in role_table() if role.kind == SCALAR)
-    patterns = [pattern.replace("{i}", "[0-9]+") for role in scalars for pattern in role.published_names]
+    if value.tensor.elements != 1 or value.tensor.type not in FLOAT_TYPES:
+        return False
+    scalars = {role.name.rpartition(".")[2] for role in role_table() if role.kind == SCALAR}
     names = [tensor.name for node, _ in value.consumers for result in node.outputs for tensor in result.tensors]
-    return value.tensor.elements == 1 and value.tensor.type in FLOAT_TYPES and carries(patterns, names)
+    return any(role.rpartition(".")[2] in scalars for role in roles_named(names, is_matrix=False))
 
 
 def _filling(tensor: Tensor, size: int, *, is_matrix: bool) -> bytes:

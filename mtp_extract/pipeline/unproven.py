@@ -8,6 +8,7 @@ attentions alone say (theta, window, types of layers) is then that of the known 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.architecture.roles import MATRIX, Role, shapes_of
+from mtp_extract.architecture.roles import Role, shapes_of
 from mtp_extract.bundle import Opened, Shard, naming_file
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
@@ -26,8 +27,11 @@ from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.reading import MATRIX as PRODUCT
 from mtp_extract.graph.reading import weight_of
-from mtp_extract.graph.roles import FoundRole, carries, in_order, set_aside
+from mtp_extract.graph.roles import FoundRole, in_order, roles_named, set_aside
 from mtp_extract.proof.proof import Proof
+
+_Candidates = dict[str, dict[int, tuple[Value, tuple[str, ...]]]]
+"""Role → the constants that may play it, by their ids, with the names that say so."""
 
 _MOST_PASSED = 64
 """Operators that are taken for an operand of theirs: a few kinds, once or twice a layer."""
@@ -132,10 +136,10 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     require_kind(graph)
     walked = DrafterWalk(graph, whole=False)
     placed = _placed(walked)
-    matrices = tuple(_matrices(graph))
+    candidates = _candidates(graph)
     for geometry in load_mapping("geometries")["geometries"]:
         config = _config_of(geometry, walked if placed else None, sliding_window)
-        named = _completed(graph, config, placed, matrices)
+        named = _completed(graph, config, placed, candidates)
         kv = _caches_by_type(graph, config)
         if named is None or len(kv) < len(config.kv_layers):
             continue
@@ -158,11 +162,11 @@ def _placed(walked: DrafterWalk) -> dict[str, FoundRole]:
 
 
 def _completed(
-    graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], matrices: Collection[Value]
+    graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], candidates: _Candidates
 ) -> list[FoundRole] | None:
     """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
     shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-    named = {by_name.role: by_name for by_name in _named(graph, matrices, shapes)}
+    named = {by_name.role: by_name for by_name in _named(candidates, shapes)}
     shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
     if any(shape_of_role.get(role.role) != role.shape for role in placed.values()):
         return None
@@ -221,10 +225,9 @@ def _matrices(graph: FlatGraph) -> Iterator[Value]:
                 raise UnsupportedError(f"{node.op.label} {why}. Nothing is written. Please report the file.") from None
 
 
-def _named(
-    graph: FlatGraph, matrices: Collection[Value], shapes: Mapping[Role, tuple[int, ...]]
-) -> Iterator[FoundRole]:
-    """Of the roles of ``shapes`` those that one constant of that shape has a published name of."""
+def _candidates(graph: FlatGraph) -> _Candidates:
+    """By role, the constants that have a published name of it: each constant's names are looked at once."""
+    matrices = [(value, (value.tensor.name,)) for value in _matrices(graph)]
     vectors = [
         (value, tuple(tensor.name for tensor in node.outputs[0].tensors))
         for node in graph.nodes
@@ -232,15 +235,24 @@ def _named(
         for value in node.inputs
         if value is not None and value.constant
     ]
-    by_name = [(value, (value.tensor.name,)) for value in matrices]
+    candidates: _Candidates = defaultdict(dict)
+    for is_matrix, named_values in ((True, matrices), (False, vectors)):
+        for value, names in named_values:
+            for role in roles_named(names, is_matrix=is_matrix):
+                candidates[role][id(value)] = (value, names)
+    return candidates
+
+
+def _named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> Iterator[FoundRole]:
+    """Of the roles of ``shapes`` those that one constant of that shape has a published name of."""
     for role, shape in shapes.items():
-        roles_by_name = {
-            id(value): (value, names)
-            for value, names in (by_name if role.kind == MATRIX else vectors)
-            if value.tensor.elements == _elements(shape) and carries(role.published_names, names)
-        }
-        if len(roles_by_name) == 1:
-            ((value, names),) = roles_by_name.values()
+        of_shape = [
+            (value, names)
+            for value, names in candidates.get(role.name, {}).values()
+            if value.tensor.elements == _elements(shape)
+        ]
+        if len(of_shape) == 1:
+            ((value, names),) = of_shape
             yield FoundRole(role.name, value.tensor, shape, 1.0, f"the name {escape(names[0])}", names)
 
 

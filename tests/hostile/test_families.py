@@ -34,6 +34,7 @@ from seam import (
     flat,
     inspect_checkpoint,
     model_of,
+    open_bundle,
     parse_address,
     prove,
     read,
@@ -43,7 +44,10 @@ from seam import (
     read_prompts,
     roles_module,
     roles_of,
+    write_skeleton,
 )
+
+from mtp_extract import extract
 
 SIZES = (250, 1000, 4000)
 
@@ -287,6 +291,33 @@ def test_names_are_compared_in_a_time_that_grows_with_their_number(monkeypatch: 
         assert set(checked.confirmed) == {role.role for role in found}
         tried[len(found)] = len(pieces)
     require_linear(tried)
+
+
+def test_names_of_what_is_not_proven_are_compared_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried = dict[int, int]()
+    layers_of = roles_module._layers_of
+    for layers in (4, 8, 16):
+        graph = Graph(plain_model(DrafterSpec(windows=(4, None) * (layers // 2), ffn=8)), {})
+        softmax = next(op for op in graph.ops if graph.kind(op) == "SOFTMAX")
+        scores = int(softmax.inputs[0])
+        graph.insert(scores, lambda x, g=graph: g.call("MAXIMUM", x, g.call("MUL", x, 0.5)), into=[softmax])
+        pieces = list[int]()
+        monkeypatch.setattr(
+            roles_module, "_layers_of", lambda pattern, names, log=pieces: log.append(1) or layers_of(pattern, names)
+        )
+        extract(open_bundle(Memory(graph.data())), tmp_path / str(layers), unproven=True)
+        tried[layers] = len(pieces)
+    require_linear(tried)
+
+
+def test_what_a_skeleton_leaves_out_is_asked_of_every_value_once(tmp_path: Path) -> None:
+    """A chain of operators that each read one value four times."""
+    graph = Graph(plain_model(), {})
+    value = graph.constant(np.array([1]), np.int32)
+    for _ in range(2000):
+        value = graph.call("STRIDED_SLICE", value, value, value, value, shape=[1])
+    (tmp_path / "chain.tflite").write_bytes(pack(graph.model))
+    write_skeleton(tmp_path / "chain.tflite", tmp_path / "skeleton.zip")
 
 
 def test_a_name_says_the_layer_before_its_own_word() -> None:
