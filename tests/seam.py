@@ -43,6 +43,7 @@ from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.graph.roles import FoundRole, check_names
 from mtp_extract.hub.upload import plan_upload
+from mtp_extract.insertion import base as base_module
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.run import planned_insertion

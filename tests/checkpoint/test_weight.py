@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
 from mtp_extract.checkpoint.weight import (
     ROW_STEP,
     Constant,
+    Steps,
     Weight,
     constant_weight,
     has_exact_steps,
@@ -82,3 +84,13 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="shrank"):
         whole.array()
+
+
+@pytest.mark.parametrize(("size", "zero_point"), [(3e38, 0), (np.inf, 3), (np.nan, -1)])
+def test_numbers_that_leave_float32_are_no_warning(size: float, zero_point: int) -> None:
+    """A warning would be a line on stderr; whoever uses such numbers refuses them."""
+    steps = Steps(2, np.full((2, 1), size, np.float32), np.full((2, 1), zero_point, np.int64), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        values = steps.floats(np.array([[127, -127], [zero_point, 5]], np.int8))
+    assert not np.isfinite(values).all()

@@ -10,6 +10,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from flatbuffers import flexbuffers
 from helpers.make_bundle import TABLE, Memory, pack, table, vector
 from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.surgery import Graph
+from helpers.twin_base import TWIN, edited_twin
 from seam import (
     CheckpointError,
     FormatError,
@@ -29,7 +31,10 @@ from seam import (
     MtpExtractError,
     Region,
     UnsupportedError,
+    base,
+    base_module,
     check_names,
+    checkpoint_of,
     evaluate,
     flat,
     inspect_checkpoint,
@@ -37,6 +42,7 @@ from seam import (
     open_bundle,
     parse_address,
     prove,
+    prove_checkpoint,
     read,
     read_model,
     read_numbers,
@@ -340,6 +346,52 @@ def test_a_drafter_of_100_layers_is_read() -> None:
 def test_caches_of_500_000_slots_are_proven() -> None:
     proof = prove(Memory(pack(plain_model(DrafterSpec(windows=(8, None), cache=500_000)))))
     assert proof["mask_rows"] == {"computed": 2, "of": 500_000, "alike": True}
+
+
+def runtime_masked(slots: int) -> bytes:
+    """A drafter whose sliding layer is masked by an input of its own, so that the window is the runtime's."""
+    graph = Graph(plain_model(DrafterSpec(windows=(8, None), cache=slots)), {})
+    local = schema.TensorMapT()
+    local.name, local.tensorIndex = b"mask_local", graph.tensor([1, 1, 1, slots], np.bool_)
+    graph.main.inputs = [*graph.main.inputs, local.tensorIndex]
+    graph.model.signatureDefs[0].inputs.append(local)
+    graph.set_input(next(op for op in graph.ops if graph.kind(op) == "SELECT_V2"), 0, local.tensorIndex)
+    return graph.data()
+
+
+@pytest.mark.parametrize("slots", [64, 98_304, 131_072])
+def test_a_local_mask_that_the_runtime_gives_is_proven_of_long_caches(slots: int) -> None:
+    with open_bundle(Memory(runtime_masked(slots))) as opened:
+        drafter = opened.drafter(512 if slots > 64 else 8)
+        assert [layer.sliding_window for layer in drafter.config.layers] == [512 if slots > 64 else 8, None]
+        proof = prove_checkpoint(drafter, checkpoint_of(drafter))
+    assert proof["mask_rows"]["of"] == slots
+
+
+def test_signatures_of_a_base_that_share_one_graph_are_walked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    walked = list[str]()
+    flatten = base_module.flatten
+
+    def counted(model: Any, signature: Any, most: int) -> Any:
+        walked.append(signature.key)
+        return flatten(model, signature, most)
+
+    def list_more(model: Any) -> None:
+        for number in range(200):
+            again = copy(model.signatureDefs[0])
+            again.signatureKey = f"prefill_{1000 + number}".encode()
+            model.signatureDefs.append(again)
+
+    monkeypatch.setattr(base_module, "flatten", counted)
+    few = base(TWIN)
+    alone, walked[:] = list(walked), []
+    many = base(edited_twin(tmp_path / "many.litertlm", prefill_decode=list_more))
+    assert walked == alone
+    assert {role: len(places) for role, places in many.places.items()} == {
+        role: len(places) for role, places in few.places.items()
+    }
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
