@@ -16,8 +16,9 @@ import numpy.typing as npt
 from helpers.make_bundle import Memory
 
 from mtp_extract import bundle as bundle_module
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of, shapes_of
+from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import read_object

@@ -7,10 +7,30 @@ RoPE" is therefore a changed config (:meth:`DrafterConfig.with_rope`, :func:`dat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import DrafterError, UnsupportedError
+
+
+class Config(Protocol):
+    """What the shape of every drafter says, of whatever architecture."""
+
+    @property
+    def backbone_hidden_size(self) -> int:
+        """Width of the base model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the drafter."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the base."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``extraction.json`` and ``--json``: one value a field."""
+
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"

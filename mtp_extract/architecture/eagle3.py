@@ -1,14 +1,19 @@
-"""The shape of an EAGLE-3 head, the other kind of drafter."""
+"""EAGLE-3 heads, the other kind of drafter: their shape, and what this package says of their architecture."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mtp_extract.architecture.architecture import Architecture
+from mtp_extract.architecture.roles import Shapes, roles_of, with_shapes
 from mtp_extract.errors import DrafterError
+
+EAGLE3 = "eagle3"
+"""Name of the architecture, and of the format that its trainers write."""
 
 FUSED = 3
 """Hidden states of the base that are fused: a low, a middle and a high one."""
@@ -75,3 +80,63 @@ class Eagle3Config:
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json`` and ``--json``."""
         return {**dataclasses.asdict(self), "base_layers": list(self.base_layers)}
+
+
+def eagle3_shapes(config: Eagle3Config) -> Shapes:
+    """The roles of a head of this shape, in order, each with the shape of its tensor."""
+    keys = config.num_kv_heads * config.head_dim
+    sizes = {
+        "hidden": config.hidden_size,
+        "pair": 2 * config.hidden_size,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "draft_vocab": config.draft_vocab_size,
+        "kv": keys,
+        "backbone": config.backbone_hidden_size,
+        "fused": FUSED * config.backbone_hidden_size,
+    }
+    is_there = {
+        "embed_tokens": config.own_embedding,
+        "fc_norm": config.fc_norm,
+        "input_norm": config.norm_before_fc,
+        "d2t": config.reduced,
+    }
+    roles = roles_of(config.num_layers, architecture=EAGLE3)
+    roles = tuple(role for role in roles if is_there.get(role.name.split(".")[0], True))
+    return with_shapes(roles, sizes, config.num_heads, [config.head_dim])
+
+
+def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
+    """Its layer, then its widths and vocabularies, then what it reads of the base."""
+    heads = f"{geometry['num_heads']} heads of {geometry['head_dim']}, {geometry['num_kv_heads']} KV heads"
+    tokens = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
+    layers = ", ".join(map(str, geometry["base_layers"]))
+    return [
+        f"1 layer of its own, {heads}",
+        f"hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}, backbone "
+        f"{geometry['backbone_hidden_size']}, {tokens}",
+        f"reads what enters layers {layers} of {geometry['base'] or 'its base'}",
+    ]
+
+
+def eagle3_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
+    """A block for each engine that loads the directory, and for llama.cpp, which converts it.
+
+    llama.cpp knows no head that feeds back what leaves its final norm.
+    """
+    loading = [*engines, *([] if geometry.get("norm_output") else ["llama.cpp"])]
+    return [f"eagle3 {engine}" for engine in loading]
+
+
+EAGLE3_HEAD = Architecture(
+    name=EAGLE3,
+    title="EAGLE-3 head",
+    long_title="EAGLE-3 head",
+    config=Eagle3Config,
+    shapes=eagle3_shapes,
+    network="mtp_extract.drafter.eagle3:Eagle3Drafter",
+    describe=describe_eagle3,
+    tags=("eagle3",),
+    serving=eagle3_serving,
+    pair_role="eagle3_head",
+)

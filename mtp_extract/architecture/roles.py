@@ -5,21 +5,16 @@ The table is the one place where order, kind, shape and names are written; every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 from msgspec import convert
 
-from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.data import load_mapping
 
-Config = DrafterConfig | Eagle3Config
-"""The shape of a drafter of either architecture."""
-
-EAGLE3 = "eagle3"
-"""The architecture of EAGLE-3 heads."""
+Shapes = dict["Role", tuple[int, ...]]
+"""Roles in order, each with the shape of its tensor."""
 
 GEMMA4_MTP = "gemma4-mtp"
 """The architecture of Gemma 4's multi-token-prediction drafters."""
@@ -71,9 +66,15 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Every role of a model with ``num_layers`` layers, in the order of execution, which is that of writing."""
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
+    return fill_layers(table, num_layers)
+
+
+def fill_layers(table: Sequence[Role], num_layers: int) -> tuple[Role, ...]:
+    """The roles of ``table``, those of a layer ``num_layers`` times, each with its layer for ``{i}``."""
     # Those of a layer stand together.
     of_layers = [role for role in table if role.name.startswith(_LAYERS)]
-    first, filled = table.index(of_layers[0]), list[Role]()
+    first = table.index(of_layers[0])
+    filled = list[Role]()
     for layer in range(num_layers):
         for role in of_layers:
             name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
@@ -82,25 +83,16 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
     return (*table[:first], *filled, *table[first + len(of_layers) :])
 
 
-def shapes_of(config: Config) -> dict[Role, tuple[int, ...]]:
-    """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
-    hidden = config.hidden_size
-    backbone = config.backbone_hidden_size
-    heads = config.num_heads
-    sizes = {"one": 1, "hidden": hidden, "ffn": config.intermediate_size, "vocab": config.vocab_size}
-    if isinstance(config, DrafterConfig):
-        head, head_dims = config.ordered_head, config.head_dims
-        roles = roles_of(config.num_layers, ordered_head=head is not None)
-        sizes |= {"backbone": backbone, "input": 2 * backbone, "centroids": head.num_centroids if head else 0}
-    else:
-        there = {"embed_tokens": config.own_embedding, "fc_norm": config.fc_norm}
-        there |= {"input_norm": config.norm_before_fc, "d2t": config.reduced}
-        head_dims, roles = (config.head_dim,), roles_of(config.num_layers, architecture=EAGLE3)
-        roles = tuple(role for role in roles if there.get(role.name.split(".")[0], True))
-        sizes |= {"pair": 2 * hidden, "draft_vocab": config.draft_vocab_size, "kv": config.num_kv_heads * head_dims[0]}
-        sizes |= {"backbone": backbone, "fused": FUSED * backbone}
-    shapes = {}
+def with_shapes(roles: Iterable[Role], sizes: Mapping[str, int], num_heads: int, head_dims: Sequence[int]) -> Shapes:
+    """``roles``, each with the shape of its tensor.
+
+    Args:
+        sizes: of the dimensions that are the same in every layer, by name.
+        head_dims: of each layer; a layer's ``head`` is this wide, and its ``query`` as wide as all its heads.
+    """
+    shapes = Shapes()
     for role in roles:
         width = head_dims[role.layer or 0]
-        shapes[role] = tuple({**sizes, "head": width, "query": heads * width}[dimension] for dimension in role.shape)
+        sizes_here = {**sizes, "head": width, "query": num_heads * width}
+        shapes[role] = tuple(sizes_here[dimension] for dimension in role.shape)
     return shapes

@@ -15,8 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import SCALAR, Config, Role, shapes_of
+from mtp_extract.architecture import architecture_of, shapes_of
+from mtp_extract.architecture.architecture import Architecture
+from mtp_extract.architecture.config import Config, DrafterConfig
+from mtp_extract.architecture.roles import SCALAR, Role
 from mtp_extract.checkpoint.codes import plan_codes
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
@@ -38,25 +40,43 @@ Activations = tuple[Activation | None, Activation | None]
 
 
 @dataclass(frozen=True)
+class Finding:
+    """Another function that an engine takes a drafter for."""
+
+    engine: str
+    what: str  # why, and what to do
+    is_error: bool  # whether its layout is made for that engine
+
+    def __str__(self) -> str:
+        return f"{self.engine} loads it wrongly: {self.what}"
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What a bundle, a directory or a training holds; what formats write and read.
 
     Attributes:
-        architecture: a key of the role table, "gemma4-mtp" or "eagle3".
+        config: the drafter's shape, which says its architecture.
         tensors: role → weight. Optional roles may be absent.
         dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
         provenance: where it came from, as text by name, for formats with room for it inside the weights file.
         activations: by role of a matrix, where a graph has static quantization there.
         unread: what lies or stands beside it, and what is missing there, that changes none of it; each as a clause.
+        findings: of a directory, what engines take for another function than it says.
     """
 
-    architecture: str
     config: Config
     tensors: Mapping[str, Weight]
     dtype: str
     provenance: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     activations: Mapping[str, Activations] = field(default_factory=lambda: MappingProxyType({}))
     unread: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def architecture(self) -> Architecture:
+        """Which kind of drafter it is."""
+        return architecture_of(self.config)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -68,12 +88,12 @@ class Checkpoint:
         """The shape of an MTP drafter.
 
         Raises:
-            UnsupportedError: it is an EAGLE-3 head's.
+            UnsupportedError: it is another drafter's.
         """
         if not isinstance(self.config, DrafterConfig):
             raise UnsupportedError(
-                "Expected an MTP drafter, found an EAGLE-3 head, which no LiteRT bundle holds. Give a drafter that "
-                "came from one.",
+                f"Expected an MTP drafter, found {self.architecture.with_article}, which no LiteRT bundle holds. "
+                "Give a drafter that came from one.",
                 remedies=("source",),
             )
         return self.config

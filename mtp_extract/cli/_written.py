@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.report.card import NAMED, is_head, roundings
+from mtp_extract.formats import architecture_in
+from mtp_extract.report.card import NAMED, roundings
 from mtp_extract.report.serving import next_command
 
 if TYPE_CHECKING:
@@ -23,9 +25,10 @@ def show_written(
         write_json(made | {"extraction": result.record})
         return
     record, where = result.record, escape(result.directory)
+    kind = architecture_in(record["layout"])
     say(head)
     if verbose:
-        say_geometry(record["geometry"], result.parameters)
+        say_geometry(kind, record["geometry"], result.parameters)
     total = size(sum(result.files.values()))
     numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
     holds = f"{result.integers} weights as integers" if result.integers else numbers
@@ -44,12 +47,12 @@ def show_written(
         by = " when it was extracted" if record["converted_from"] else ""
         say(f"Not proven{by}, {NAMED}: {escape('; '.join(why), longest=2000)}")
         say(f"With mtp-validate {where} --source FILE it is measured against Google's interpreter.")
-    elif not is_head(record):
+    elif kind.is_bundled:
         say("Not verified: no record says which file it came from")
     if verbose:
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
-    command = next_command(engine.lower(), result.directory) if engine and not is_head(record) else None
+    command = next_command(engine.lower(), record, result.directory) if engine else None
     say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
 
 
@@ -77,20 +80,9 @@ def say_proof(claim: str, proof: Sequence[str]) -> None:
         say(f"  {line}")
 
 
-def say_geometry(of: Mapping[str, Any], parameters: int) -> None:
-    """A few lines of sizes; ``of`` a drafter's geometry as in ``extraction.json``, or an EAGLE-3 head's."""
-    if "draft_vocab_size" in of:
-        shape = f"1 layer of its own, {of['num_heads']} heads of {of['head_dim']}, {of['num_kv_heads']} KV heads"
-        end = f"{of['draft_vocab_size']} of {of['vocab_size']} tokens"
-    else:
-        sliding, full = (of["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
-        layers = f"{of['num_layers']} layers: {sliding} sliding (window {of['sliding_window']}) + {full} full"
-        dims, kv = ("/".join(map(str, sorted(set(of[key])))) for key in ("head_dims", "num_kv_heads"))
-        shape = f"{layers}, {of['num_heads']} heads of {dims}, {kv} KV heads"
-        cap = f"soft cap {of['final_logit_softcap']:g}" if of["final_logit_softcap"] else "no soft cap"
-        end = f"vocabulary {of['vocab_size']}, {cap}"
+def say_geometry(kind: Architecture, geometry: Mapping[str, Any], parameters: int) -> None:
+    """A few lines of sizes of a drafter of that ``kind``; its ``geometry`` as in ``extraction.json``."""
+    shape, *others = kind.describe(geometry)
     say(f"  {parameters / 1e6:.2f} M parameters, {shape}")
-    widths = f"hidden {of['hidden_size']}, feed-forward {of['intermediate_size']}"
-    say(f"  {widths}, backbone {of['backbone_hidden_size']}, {end}")
-    if "base_layers" in of:
-        say(f"  reads what enters layers {', '.join(map(str, of['base_layers']))} of {of['base'] or 'its base'}")
+    for line in others:
+        say(f"  {line}")

@@ -11,9 +11,9 @@ from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
+from mtp_extract.formats import architecture_in
 from mtp_extract.options import Overwrite
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.report.card import is_head
 
 
 def convert_command(
@@ -46,7 +46,7 @@ def convert_command(
     with progress(quiet=print_json) as tick:
         result = convert(directory, out, **vars(plan), overwrite=overwrite, progress=tick)
     record = result.record
-    what = "EAGLE-3 head" if is_head(record) else "MTP drafter"
+    what = architecture_in(record["layout"]).title
     before = escape(record["converted_from"][-1]["layout"])
     head = f"{what} of {escape(record['source']['name'])}, from its {before} format"
     show_written(result, plan.format, head, print_json=print_json)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtp_extract.architecture import ARCHITECTURES
+from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.cli._command import AsJson, program
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
+from mtp_extract.formats import architecture_in
 from mtp_extract.report.card import NAMED
 
 if TYPE_CHECKING:
@@ -123,7 +126,7 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
             say(f"    {check['name']}: {escape(check['evidence'])}")
         if (compared := report["against_published"]) is not None:
             say(f"  {_comparison_with_published(compared)}")
-    say_geometry(holds["geometry"], holds["parameters"])
+    say_geometry(architecture_in(holds["format"]), holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
@@ -180,7 +183,7 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
 
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
     say(f"{drafter_of(drafter['known_as'])}: {where}, {size(drafter['size'])}")
-    say_geometry(drafter["geometry"], drafter["parameters"])
+    say_geometry(ARCHITECTURES[GEMMA4_MTP], drafter["geometry"], drafter["parameters"])
     say(
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"

@@ -152,9 +152,8 @@ def identify(place: Path, name: str) -> Identity:
     """
     layout, record = format_of(place), read_record(place)
     config = layout.read(place).config
-    made_for = base_model_of(record) if record else None
-    if made_for is None and not isinstance(config, DrafterConfig):
-        made_for = config.base
+    # Some configurations name the base themselves.
+    made_for = (base_model_of(record) if record else None) or config.as_json().get("base")
     return Identity(name, layout.name, made_for)
 
 
@@ -167,7 +166,7 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
     base = Base(loaded.model)
     with torch.inference_mode():
         checks = [_same(what.removesuffix(" of"), *both) for what, *both in compare_needs(base, drafter.needs)]
-    if isinstance(drafter.config, DrafterConfig):
+    if drafter.needs.shared_kv:
         checks += _attention(drafter.config, base)
     # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.
     size, fits = len(loaded.tokenizer), len(loaded.tokenizer) <= base.vocab_size

@@ -7,18 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import INDEX, shapes_of
+from mtp_extract.architecture import architecture_of, shapes_of
+from mtp_extract.architecture.roles import INDEX
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.network import with_weights
+from mtp_extract.drafter.network import DrafterNetwork, with_weights
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 
-Network = MtpDrafter | Eagle3Drafter
-"""A drafter of either architecture."""
+Network = DrafterNetwork
+"""A drafter of whichever architecture."""
 
 
 def load_any(
@@ -35,15 +34,16 @@ def load_any(
         DrafterError: FP16 was asked for.
     """
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
-    if isinstance(checkpoint.config, Eagle3Config):
-        return with_weights(Eagle3Drafter, checkpoint.config, _state(checkpoint, dtype, device))
-    return load_drafter(checkpoint, dtype=dtype, device=device)
+    network: Network = with_weights(
+        architecture_of(checkpoint.config).network_class(), checkpoint.config, _state(checkpoint, dtype, device)
+    )
+    return network
 
 
 def load_drafter(
     drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """As :func:`load_any`, of an MTP drafter; an EAGLE-3 head is an UnsupportedError."""
+    """As :func:`load_any`, of an MTP drafter; another is an UnsupportedError."""
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
 

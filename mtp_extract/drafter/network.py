@@ -1,4 +1,4 @@
-"""What both architectures have: norms, rotation, strict weights, and a draft step as a state and its logits."""
+"""What all architectures have: norms, rotation, strict weights, and a draft step as a state and its logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_extract.architecture.config import RopeConfig
+from mtp_extract.drafter.protocol import BaseRequirements, RoundStart
 
 _Shape = TypeVar("_Shape")
 _Network = TypeVar("_Network", bound=nn.Module)
@@ -70,6 +71,16 @@ class DrafterNetwork(nn.Module, ABC):
     """A network that drafts by the :class:`~mtp_extract.drafter.protocol.Drafter` protocol; ``config`` is its shape."""
 
     config: Any
+    lm_head: nn.Linear
+
+    @property
+    @abstractmethod
+    def needs(self) -> BaseRequirements:
+        """What it reads of its base."""
+
+    @abstractmethod
+    def start(self, base: RoundStart) -> Any:
+        """As of the protocol."""
 
     @abstractmethod
     def advance(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
@@ -83,6 +94,15 @@ class DrafterNetwork(nn.Module, ABC):
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
         """[…, vocabulary] of ``h`` […, width] after the final norm; −∞ for a token that it cannot draft."""
+
+    @property
+    def targets(self) -> Tensor | slice:
+        """The tokens of the base that rows of the head stand for: int64 [rows], or all of them."""
+        return slice(None)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
+        return tokens
 
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
         """As :meth:`advance`, with logits [batch, queries, vocabulary] in place of the state."""

@@ -1,16 +1,18 @@
-"""What there is to choose from: ``FORMATS`` of MTP drafters, ``HEADS`` of EAGLE-3, ``ENGINES`` that load them."""
+"""What there is to choose from: every format with its row in ``EVERY``, and the ``ENGINES`` that load them."""
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from mtp_extract.architecture.roles import EAGLE3, GEMMA4_MTP
+from mtp_extract.architecture import ARCHITECTURES
+from mtp_extract.architecture.architecture import Architecture
+from mtp_extract.architecture.eagle3 import EAGLE3
+from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape, nearest
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class FormatInfo:
     """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
 
-    instance: str  # its module, and its name there
+    instance: str  # the object, as module:name
     dtypes: tuple[str, ...]  # output types, the default first
     about: str  # one line for users
     library: str = ""  # what the Hub calls the library it is for
@@ -29,21 +31,55 @@ class FormatInfo:
     activations: bool = False  # whether it holds the static quantization of activations
     architecture: str = GEMMA4_MTP
     read_as: str = ""  # the format whose reader reads what this one writes, if not its own
+    # Whether a config.json is its own; of a format that has such a file, and reads what it writes.
+    is_config: Callable[[Mapping[str, Any]], bool] = lambda config: False
+
+
+def _quantized_by(method: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a config.json names that method of quantization; MLX's converters may name theirs in its place."""
+
+    def is_config(config: Mapping[str, Any]) -> bool:
+        entry = config.get("quantization_config")
+        return not _has_mlx_entry(config) and isinstance(entry, dict) and entry.get("quant_method") == method
+
+    return is_config
+
+
+def _has_mlx_entry(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("quantization"), dict)
 
 
 _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
 # Those whose scales are never negative.
 _POSITIVE = ("q8_0", "int8", "int4")
 
-FORMATS = {
-    "transformers": FormatInfo("directory.FORMAT", _FLOATS, "floats, for every engine but llama.cpp", "transformers"),
-    "litert": FormatInfo("litert.FORMAT", ("f32",), "one F32 tensor per stored constant"),
-    "mlx": FormatInfo("integers.MLX", _CODES, "integers for mlx-vlm", "mlx", _POSITIVE),
+EVERY: dict[str, FormatInfo] = {
+    "transformers": FormatInfo(
+        "mtp_extract.formats.directory:FORMAT",
+        _FLOATS,
+        "floats, for every engine but llama.cpp",
+        "transformers",
+        is_config=lambda config: True,  # also of a method of quantization that no format here has
+    ),
+    "litert": FormatInfo("mtp_extract.formats.litert:FORMAT", ("f32",), "one F32 tensor per stored constant"),
+    "mlx": FormatInfo(
+        "mtp_extract.formats.integers:MLX",
+        _CODES,
+        "integers for mlx-vlm",
+        "mlx",
+        _POSITIVE,
+        is_config=_has_mlx_entry,
+    ),
     "compressed-tensors": FormatInfo(
-        "integers.COMPRESSED_TENSORS", _CODES, "integers for vLLM and transformers", "transformers", _POSITIVE
+        "mtp_extract.formats.integers:COMPRESSED_TENSORS",
+        _CODES,
+        "integers for vLLM and transformers",
+        "transformers",
+        _POSITIVE,
+        is_config=_quantized_by("compressed-tensors"),
     ),
     "compressed-tensors-sglang": FormatInfo(
-        "integers.SGLANG",
+        "mtp_extract.formats.integers:SGLANG",
         _CODES,
         "the same with a head of floats, for SGLang",
         "transformers",
@@ -51,37 +87,41 @@ FORMATS = {
         read_as="compressed-tensors",
     ),
     "gguf": FormatInfo(
-        "gguf.FORMAT",
+        "mtp_extract.formats.gguf:FORMAT",
         ("codes", "f32", "bf16", "f16"),
         "one file for llama.cpp, with the stored integers",
         "gguf",
         ("q8_0", "q4_0"),
     ),
     "gemma": FormatInfo(
-        "integers.GEMMA",
+        "mtp_extract.formats.integers:GEMMA",
         _CODES,
         "integers for transformers, with static scales of activations",
         "transformers",
         ("int8", "int4"),
         activations=True,
+        is_config=_quantized_by("gemma"),
     ),
-}
-"""Every format of an MTP drafter by name."""
-
-HEADS = {
-    "eagle3": FormatInfo("eagle3.EAGLE", _FLOATS, "an EAGLE-3 head for SGLang and vLLM", architecture=EAGLE3),
+    "eagle3": FormatInfo(
+        "mtp_extract.formats.eagle3:EAGLE",
+        _FLOATS,
+        "an EAGLE-3 head for SGLang and vLLM",
+        architecture=EAGLE3,
+        is_config=lambda config: "eagle3" in str(config.get("architectures")).lower(),
+    ),
     "speculators": FormatInfo(
-        "eagle3.SPECULATORS",
+        "mtp_extract.formats.eagle3:SPECULATORS",
         _FLOATS,
         "an EAGLE-3 head for vLLM, which serves it by itself",
         "speculators",
         architecture=EAGLE3,
+        is_config=lambda config: "speculators_model_type" in config,
     ),
 }
-"""Every layout of an EAGLE-3 head by name."""
+"""Every format by name. Of a config.json that several rows call theirs, the last has it."""
 
-EVERY: Mapping[str, FormatInfo] = ChainMap(FORMATS, HEADS)
-"""Both."""
+FORMATS = {name: row for name, row in EVERY.items() if row.architecture == GEMMA4_MTP}
+"""Those of MTP drafters."""
 
 
 ENGINES: Mapping[str, tuple[str, ...]] = {
@@ -122,9 +162,13 @@ def format_named(name: str) -> Format:
     """
     if name not in EVERY:
         raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
-    module, instance = EVERY[name].instance.split(".")
-    format_: Format = getattr(import_module(f"{__name__}.{module}"), instance)
+    format_: Format = resolve_name(EVERY[name].instance)
     return format_
+
+
+def architecture_in(name: str) -> Architecture:
+    """The architecture of drafters in the format called ``name``."""
+    return ARCHITECTURES[EVERY[name].architecture]
 
 
 def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
@@ -159,9 +203,11 @@ def format_of(directory: Path) -> Format:
     if directory.suffix == ".gguf" and directory.is_file():
         return format_named("gguf")
     if (config := directory / "config.json").is_file():
-        from mtp_extract.formats.reading import kind_of  # no format is imported before it is needed
+        # No format is imported before it is needed.
+        from mtp_extract.checkpoint.documents import read_object
 
-        return format_named(kind_of(config))
+        document = read_object(config)
+        return format_named(next(name for name in reversed(EVERY) if EVERY[name].is_config(document)))
     formats = [format_named(name) for name in EVERY]
     for format_ in formats:
         if any(path.is_file() for path in directory.glob(format_.marker)):

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract._version import __version__
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, INDEX, MATRIX, Role, shapes_of
+from mtp_extract.architecture.roles import INDEX, MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Activations, Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, pack, row_bytes, unpack
@@ -229,7 +230,6 @@ class DirectoryFormat:
                 tensors[role.name] = Stored(*stored[name], name)
         dtype = "f32" if self.key else common_dtype(tensors.values())
         return Checkpoint(
-            GEMMA4_MTP,
             config,
             MappingProxyType(tensors),
             dtype,

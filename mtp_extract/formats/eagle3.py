@@ -25,16 +25,17 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.architecture.roles import EAGLE3, INDEX, Role, shapes_of
-from mtp_extract.checkpoint.checkpoint import INDICES, Arranged, Checkpoint, Kept, keep_floats
+from mtp_extract.architecture.roles import INDEX, Role
+from mtp_extract.checkpoint.checkpoint import INDICES, Arranged, Checkpoint, Finding, Kept, keep_floats
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import OutputFile, json_text, plan_array
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.formats import format_of, reading
+from mtp_extract.formats import reading
 from mtp_extract.formats.reading import Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS
 
@@ -61,36 +62,6 @@ SGLANG = "SGLang 0.5.23"
 LLAMA_CPP = "llama.cpp 0c1e570"
 MLX = "mlx-vlm 0.7.10"
 _DEFAULT_IDS = "2, n // 2 and n − 3 of a base of n layers"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Another function that an engine takes a head for: why, and what to do."""
-
-    engine: str
-    what: str
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the layout is made for that engine."""
-        return self.engine in (VLLM, SGLANG)
-
-    def __str__(self) -> str:
-        return f"{self.engine} loads it wrongly: {self.what}"
-
-
-def findings_of(directory: Path) -> tuple[Finding, ...]:
-    """What engines make of the EAGLE-3 head in ``directory``; nothing where that holds another drafter.
-
-    Raises:
-        CheckpointError: it holds none, or a damaged one.
-    """
-    format_ = format_of(directory)
-    if not isinstance(format_, HeadFormat):
-        return ()
-    config = format_.read(directory).config
-    assert isinstance(config, Eagle3Config)
-    return format_.findings(read_object(directory / format_.marker), config)
 
 
 @dataclass(frozen=True)
@@ -145,7 +116,13 @@ class HeadFormat:
         reading.check_tensors(directory / self.weights_file, expected, stored, more)
         _check_vocabulary(directory / self.weights_file, config, stored)
         tensors: dict[str, Weight] = {role.name: Stored(*stored[name], name) for role, name in names.items()}
-        return Checkpoint(EAGLE3, config, MappingProxyType(tensors), common_dtype(tensors.values()), unread=unread)
+        return Checkpoint(
+            config,
+            MappingProxyType(tensors),
+            common_dtype(tensors.values()),
+            unread=unread,
+            findings=self.findings(document, config),
+        )
 
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
@@ -175,7 +152,7 @@ class HeadFormat:
             entries.append(
                 (MLX, "it takes the best token of the head's vocabulary for the base's best: the text changes")
             )
-        return tuple(Finding(*entry) for entry in entries)
+        return tuple(Finding(engine, what, engine in (VLLM, SGLANG)) for engine, what in entries)
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:

@@ -22,8 +22,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from mtp_extract._version import __version__
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, Role, shapes_of
+from mtp_extract.architecture.roles import MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import compare_document
 from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, DTYPES
@@ -191,7 +192,7 @@ class GgufFormat:
         reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOATS)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
         floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), common_dtype(floats), unread=unread)
+        return Checkpoint(config, MappingProxyType(tensors), common_dtype(floats), unread=unread)
 
 
 FORMAT = GgufFormat()

@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
-from mtp_extract.architecture.roles import GEMMA4_MTP, Role, roles_of, shapes_of
+from mtp_extract.architecture.roles import Role, roles_of
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_floats
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
@@ -79,7 +80,7 @@ class LitertFormat:
             else constant_weight(shape)
             for role, shape in shapes.items()
         }
-        return Checkpoint(GEMMA4_MTP, config, MappingProxyType(tensors), "f32", unread=unread)
+        return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread)
 
 
 FORMAT = LitertFormat()

@@ -38,28 +38,6 @@ INDEX_ENDING = ".index.json"
 """Behind the name of a file of tensors: where the parts that stand for it are listed."""
 
 _SAFETENSORS = ".safetensors"
-_QUANTIZED = ("compressed-tensors", "gemma")
-_EAGLE3 = "eagle3"
-
-
-def kind_of(path: Path) -> str:
-    """The name of the format whose ``config.json`` lies at ``path``.
-
-    It is "transformers" for a method of quantization that no format here has.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    config = read_object(path)
-    if "speculators_model_type" in config:
-        return "speculators"
-    if _EAGLE3 in str(config.get("architectures")).lower():
-        return _EAGLE3
-    if isinstance(config.get("quantization"), dict):
-        return "mlx"
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return method if method in _QUANTIZED else "transformers"
 
 
 def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:

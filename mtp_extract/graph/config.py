@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig, known_drafter
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.rotation import read_rope

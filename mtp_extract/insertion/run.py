@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.architecture import shapes_of
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few

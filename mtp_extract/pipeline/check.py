@@ -14,8 +14,7 @@ from typing import Any
 from msgspec import convert as typed
 from msgspec import to_builtins
 
-from mtp_extract.architecture.config import DrafterConfig, known_drafter
-from mtp_extract.architecture.roles import Config
+from mtp_extract.architecture.config import Config
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences, read_object
@@ -255,8 +254,7 @@ class ReadDirectory:
             )
         unread = (*written.unread, *changed.values(), *unexpected_in(folder, format_))
         tensors = dict(with_codes(folder, written.tensors))
-        geometry = known_drafter(written.config) if isinstance(written.config, DrafterConfig) else None
-        known_as = geometry["name"] if geometry else None
+        known_as = written.architecture.known_as(written.config)
         stated = record or {**_implied(folder, written), "known_as": known_as}
         # What was one stored constant is one again: formats may write it once.
         for first, *others in stated["shared"]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
 from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
 from mtp_extract.checkpoint.record import of_bundle, provenance
@@ -51,7 +50,7 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
         role.role: constant_weight(role.shape) if role.tensor is None else Constant(model, role) for role in roles
     }
     activations = MappingProxyType({role.role: (role.input, role.output) for role in roles if len(role.shape) == 2})
-    return Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32", activations=activations)
+    return Checkpoint(drafter.config, MappingProxyType(tensors), "f32", activations=activations)
 
 
 def extract(

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract._version import __version__
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import Opened, Shard
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes

@@ -12,11 +12,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from mtp_extract.architecture.roles import shapes_of
+from mtp_extract.architecture import shapes_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
-from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.graph.drafter import DrafterWalk
 from mtp_extract.graph.trace import trace_lines
 from mtp_extract.io.source import Progress, nothing_shown
@@ -202,7 +201,8 @@ def inspect_checkpoint(
         stored = weight.tensor.dtype if isinstance(weight, Stored) else "implied"
         stored, name = f"INT{weight.bits}" if weight.bits else stored, role.names.get(read.layout, role.name)
         listed.append({"role": role.name, "type": stored, "shape": shape, "name": name})
-    findings, problem = findings_of(read.directory), None
+    findings = read.written.findings
+    problem = None
     if wrong := sum(finding.is_error for finding in findings):
         problem = CheckpointError(
             f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
@@ -224,7 +224,7 @@ def inspect_checkpoint(
             "parameters": sum(math.prod(tensor["shape"]) for tensor in listed),
             "weights": len(listed),
             "stored_types": dict(sorted(Counter(tensor["type"] for tensor in listed).items())),
-            "findings": [{**asdict(finding), "is_error": finding.is_error} for finding in findings],
+            "findings": [asdict(finding) for finding in findings],
             **({"tensors": listed} if tensors else {}),
         },
     }

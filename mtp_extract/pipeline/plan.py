@@ -9,7 +9,7 @@ import typer
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import UnsupportedError, either, escape, nearest
-from mtp_extract.formats import ENGINES, EVERY, FORMATS, HEADS, NAMES, choose
+from mtp_extract.formats import ENGINES, EVERY, FORMATS, NAMES, choose
 from mtp_extract.options import check_values
 
 DtypeName = Literal["bf16", "f16", "f32", "codes"]
@@ -18,7 +18,7 @@ DtypeName = Literal["bf16", "f16", "f32", "codes"]
 RuleName = Literal["q4_0", "q8_0", "int4", "int8"]
 """Every rule that makes codes of floats: the names in :data:`~mtp_extract.checkpoint.rounding.RULES`."""
 
-_FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in (FORMATS | HEADS).items())
+_FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in EVERY.items())
 _RULES = "; ".join(
     f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.read_as
 )

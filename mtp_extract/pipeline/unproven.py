@@ -15,8 +15,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.architecture.roles import Role, shapes_of
+from mtp_extract.architecture.roles import Role
 from mtp_extract.bundle import Opened, Shard, naming_file
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several

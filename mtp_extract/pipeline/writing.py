@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture.roles import CENTROIDS, MATRIX, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.roles import CENTROIDS, MATRIX
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Arranged, Checkpoint, arrange
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
@@ -59,10 +60,10 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
         UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
     """
     # Asked of what was read: of a damaged configuration nobody knows the architecture before.
-    if (architecture := EVERY[name].architecture) != checkpoint.architecture:
+    if (architecture := EVERY[name].architecture) != checkpoint.architecture.name:
         raise UnsupportedError(
             f"The {name} format holds drafters of the architecture {architecture}, and this is one of "
-            f"{checkpoint.architecture}. Choose another format.",
+            f"{checkpoint.architecture.name}. Choose another format.",
             remedies=("format",),
         )
     arranged = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges, unfold_factor
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
 from mtp_extract.graph.call import activation_scale, code_range, computing

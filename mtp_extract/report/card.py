@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mtp_extract.architecture.roles import EAGLE3
 from mtp_extract.errors import escape
-from mtp_extract.formats import EVERY
+from mtp_extract.formats import EVERY, architecture_in
 from mtp_extract.io.address import HubAddress
 from mtp_extract.io.typed import Excerpt
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
@@ -78,7 +77,7 @@ def model_card(
         report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
         words: what whoever publishes it says on it.
     """
-    head = is_head(record)
+    kind = architecture_in(record["layout"])
     base = _base_of(record, words)
     argument = _source_argument(record)
     published = bundle_of(record)
@@ -89,13 +88,13 @@ def model_card(
         {"code": code, "paragraph": paragraph},
         metadata="".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items()),
         rounded=roundings(*record["converted_from"]),
-        serving=how_to_serve(record, base or "BASE_MODEL", head=head, again=again),
+        serving=how_to_serve(record, base or "BASE_MODEL", again=again),
         licence=license_of(record),
         published=published["name"] if published else None,
         record=record,
         named=NAMED,
         argument=argument,
-        head=head,
+        kind=kind,
         base=base,
         limits=limits,
         report=report,
@@ -107,7 +106,7 @@ def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[
     """The card's YAML header as a dict, in the order in which it is written."""
     license_ = license_of(record)
     base = _base_of(record, words)
-    kinds = ["eagle3"] if is_head(record) else ["multi-token-prediction", "mtp", "litert-lm"]
+    tags = ["speculative-decoding", "draft-model", "gemma4", "mtp-extract"]
     metadata = {
         # What the Hub calls a licence that is none of those it lists.
         "license": words.license or (license_["id"] if license_ else "other"),
@@ -118,7 +117,7 @@ def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[
         "base_model_relation": "adapter" if base else None,
         "library_name": EVERY[record["layout"]].library or None,
         "pipeline_tag": "text-generation",
-        "tags": ["speculative-decoding", "draft-model", "gemma4", "mtp-extract", *kinds],
+        "tags": [*tags, *architecture_in(record["layout"]).tags],
     }
     return {key: value for key, value in metadata.items() if value is not None}
 
@@ -127,11 +126,6 @@ def _base_of(record: Mapping[str, Any], words: CardWords) -> str | None:
     """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
     named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
     return next((name for name in named if isinstance(name, str) and _HUB_ID.fullmatch(name)), None)
-
-
-def is_head(record: Mapping[str, Any]) -> bool:
-    """Whether what ``record`` describes is an EAGLE-3 head."""
-    return EVERY[record["layout"]].architecture == EAGLE3
 
 
 def roundings(*steps: Mapping[str, Any]) -> list[str]:

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import escape
-from mtp_extract.formats import engines_for
+from mtp_extract.formats import architecture_in, engines_for
 
 
-def how_to_serve(record: Mapping[str, Any], base: str, *, head: bool, again: str) -> str:
+def how_to_serve(record: Mapping[str, Any], base: str, *, again: str) -> str:
     """A block with the command of each engine that loads a directory, in Markdown.
 
     Args:
         record: the content of ``extraction.json``.
         base: id of the base on the Hub, or what stands for it.
-        head: whether it is an EAGLE-3 head.
         again: the command that writes the directory in another format, which is to be named.
     """
-    engines, weights = engines_for(record["layout"]), (name for name in record["files"] if name.endswith(".gguf"))
-    if head:
-        # llama.cpp knows no head that reads what leaves the base's last layer.
-        loading = ("vllm", *engines, *(() if record["geometry"].get("norm_output") else ("llama.cpp",)))
-        names = [f"eagle3 {engine}" for engine in loading]
-    else:
-        names = [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
+    weights = (name for name in record["files"] if name.endswith(".gguf"))
+    names = blocks_for(record)
     values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": shell_word(f"DRAFTER/{next(weights, '')}")}
     blocks = "\n".join(block for name, block in _blocks().items() if name in names).rstrip()
     return re.sub("|".join(values), lambda name: values[name[0]], blocks)
 
 
-def next_command(engine: str, directory: object) -> str | None:
+def blocks_for(record: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the blocks that say how to serve what ``record`` describes."""
+    layout = record["layout"]
+    return architecture_in(layout).serving(engines_for(layout), record["geometry"])
+
+
+def next_command(engine: str, record: Mapping[str, Any], directory: object) -> str | None:
     """What serves the drafter in ``directory`` with ``engine``, as its block has it, on one line; None without one."""
-    if (block := _blocks().get(engine)) is None:
+    if engine not in blocks_for(record) or (block := _blocks().get(engine)) is None:
         return None
     lines = [line for line in re.sub(r"\\\n +", "", block).splitlines() if line and line[0] not in "#`"]
     # What comes before the drafter is loaded, a reader who serves a base has done already.

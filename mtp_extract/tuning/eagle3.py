@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.architecture.roles import EAGLE3, INDEX, NORM, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.eagle3 import EAGLE3, FUSED, Eagle3Config
+from mtp_extract.architecture.roles import INDEX, NORM
 from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array
@@ -141,4 +142,4 @@ def head_of(
         else:
             weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
         tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
-    return Checkpoint(EAGLE3, config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")
+    return Checkpoint(config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")

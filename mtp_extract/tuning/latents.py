@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
 from mtp_extract.errors import MtpExtractError

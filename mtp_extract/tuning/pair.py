@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from xxhash import xxh3_128
 
-from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX
 from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import UnsupportedError, escape

@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
 from mtp_extract.evaluation.progress import Show
@@ -227,15 +226,11 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Ten
     plan = pair.plan
     drafter = pair.drafter
     positions = target_positions(batch, plan.draft_steps)
-    choices = batch.choices.flatten()
     choosing = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
-    cap = None
-    if isinstance(drafter, Eagle3Drafter):
-        # Rows of its head are tokens of its own vocabulary, and a token that it cannot draft ends the round.
-        choices = drafter.rows(choices)
-        choosing = choosing & (choices[positions] >= 0).int().cumprod(0).bool()
-    else:
-        cap = drafter.config.final_logit_softcap
+    # Rows of a head may be tokens of its own vocabulary, and a token that it cannot draft ends the round.
+    choices = drafter.rows(batch.choices.flatten())
+    choosing = choosing & (choices[positions] >= 0).int().cumprod(0).bool()
+    cap = getattr(drafter.config, "final_logit_softcap", None)
 
     objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
@@ -251,7 +246,7 @@ def _base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
     """The base's logits at positions of ``batch``, int64 [n] of B · L, for the tokens of the drafter's head."""
     base = pair.base
     hidden = batch.fed.hidden.flatten(0, 1)
-    tokens = pair.drafter.targets if isinstance(pair.drafter, Eagle3Drafter) else slice(None)
+    tokens = pair.drafter.targets
 
     def logits_at(positions: Tensor) -> Tensor:
         # A head may have far fewer tokens than the base, and a piece of its logits more rows.

@@ -13,7 +13,9 @@ from typing import Literal
 
 import torch
 
+from mtp_extract.architecture import architecture_of
 from mtp_extract.drafter.mtp import LITERT, Convention, FaultyDrafter, MtpDrafter, MtpState
+from mtp_extract.drafter.network import DrafterNetwork
 from mtp_extract.drafter.protocol import RoundStart
 from mtp_extract.evaluation.agreement import (
     Asked,
@@ -145,14 +147,15 @@ def draft_together(
 ) -> tuple[list[Agreement], list[ControlResult]]:
     """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
 
-    Controls draft one token. One that would change nothing is left out, and all are where that is no MTP drafter.
+    Controls draft one token, and are those of the drafter's architecture. One that would change nothing is left out.
 
     Raises:
         PairError: no text is long enough to draft from.
     """
     sound, broken = asked[0][0], dict[Control, Asked]()
-    for control in CONTROLS:
-        changed = control.drafter(sound) if isinstance(sound, MtpDrafter) else None
+    controls_known = architecture_of(sound.config).controls() if isinstance(sound, DrafterNetwork) else ()
+    for control in controls_known:
+        changed = control.drafter(sound)
         # Another text is only there where a batch has two.
         if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
             broken[control] = control.broken(changed), 1, False

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mtp_extract.drafter.eagle3 import Eagle3Drafter
+from mtp_extract.architecture import architecture_of
 from mtp_extract.drafter.load import Network
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
@@ -23,8 +23,7 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
     assert isinstance(drafter, Network) and facts is not None
     needs = drafter.needs
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
-    head = isinstance(drafter, Eagle3Drafter)
-    role = "eagle3_head" if head else "mtp_drafter"
+    role = architecture_of(drafter.config).pair_role
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
@@ -33,7 +32,7 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
         "bridge": {
             "source": "target_hidden_stream",
             "dest": "draft.backbone_stream",
-            "shape": ["T", (len(needs.layers) if head else 1) * base.width],
+            "shape": ["T", (len(needs.layers) or 1) * base.width],
             "layers": list(needs.layers),
             "embedding": not getattr(drafter.config, "own_embedding", False),
             "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
@@ -79,10 +78,8 @@ def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str
         "target_logits": ([fed, base.vocab_size], 4),
         "draft_backbone_stream": ([fed if needs.layers else 1, len(needs.layers) or 1, base.width], size),
         "draft_main_stream": ([1, config.hidden_size], size),
-        "draft_kv_cache": (
-            sizes if isinstance(drafter, Eagle3Drafter) else [0],
-            size,
-        ),  # an MTP drafter reads the base's
+        # One that reads the base's has none.
+        "draft_kv_cache": ([0] if needs.shared_kv else sizes, size),
         "draft_logits": ([1, needs.vocab_size], 4),
         "candidate_tokens": ([fed - 1], 8),
         "accepted_tokens": ([fed], 8),

@@ -11,7 +11,7 @@ from helpers.commands import run
 from typer.testing import CliRunner
 
 from mtp_extract import extract
-from mtp_extract.architecture.roles import EAGLE3
+from mtp_extract.architecture.eagle3 import EAGLE3
 from mtp_extract.cli import convert, inspect
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.formats import FORMATS, choose

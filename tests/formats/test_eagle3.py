@@ -24,7 +24,6 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import format_of, read_checkpoint
-from mtp_extract.formats.eagle3 import findings_of
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 WHOLE = {"own_embedding": True, "draft_vocab_size": 40}
@@ -70,7 +69,7 @@ def test_there_and_back_is_the_same_to_the_byte(
             for file in ("config.json", "model.safetensors"):
                 assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
         assert read_checkpoint(place).config == replace(config, max_position_embeddings=131072)
-        assert not any(finding.is_error for finding in findings_of(place))
+        assert not any(finding.is_error for finding in read_checkpoint(place).findings)
         loaded, kind = load_any(place, dtype=torch.float32).state_dict(), getattr(torch, DTYPES[dtype].transformers)
         for key, tensor in head.state_dict().items():
             assert torch.equal(loaded[key], tensor.to(kind).float() if tensor.is_floating_point() else tensor), key
@@ -90,7 +89,7 @@ def test_a_head_of_several_types(tmp_path: Path) -> None:
     for name, tensor in head.state_dict().items():
         rounded = tensor.is_floating_point() and tensor.ndim == 2
         assert torch.equal(loaded[name], tensor.half().float() if rounded else tensor), name
-    assert not findings_of(directory)
+    assert not read_checkpoint(directory).findings
 
 
 def test_layers_are_written_as_each_engine_counts(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
     save_file(tensors | {"d2t": torch.zeros(40, dtype=torch.int64)}, directory / "model.safetensors")
     convert(directory, tmp_path / "out", format="eagle3")
     assert "d2t" not in load_file(tmp_path / "out" / "model.safetensors")
-    assert not findings_of(tmp_path / "out")
+    assert not read_checkpoint(tmp_path / "out").findings
 
 
 def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]) -> Callable[[Path], object]:
@@ -237,7 +236,7 @@ def test_what_engines_make_of_it(
 ) -> None:
     """What those take otherwise for which the layout is made is an error; of others it is told."""
     directory = edit(write_head(tmp_path / "head", random_head(head_config(**flags)), layout), **changes)
-    findings = findings_of(directory)
+    findings = read_checkpoint(directory).findings
     assert [finding.engine.split(" 0")[0] for finding in findings] == [engine for engine, _ in found]
     for finding, (engine, what) in zip(findings, found, strict=True):
         assert what in finding.what

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_extract import extract
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.architecture.roles import roles_of, shapes_of
+from mtp_extract.architecture.roles import roles_of
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, arrange
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
 from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
@@ -148,7 +149,7 @@ CONFIGS = [
 
 def checkpoint(shape: DrafterConfig) -> Checkpoint:
     tensors = {role.name: constant_weight(size, 0.5) for role, size in shapes_of(shape).items()}
-    return Checkpoint("gemma4-mtp", shape, tensors, "f32")
+    return Checkpoint(shape, tensors, "f32")
 
 
 def write(folder: Path, shape: DrafterConfig, **more: Any) -> OutputFile:

@@ -19,8 +19,8 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import OrderedHeadConfig
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
 from mtp_extract.checkpoint.codes import with_codes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.eagle3 import Eagle3Config
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.formats.eagle3 import EAGLE, SPECULATORS
 

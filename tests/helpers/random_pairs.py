@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers
 
+from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
-from mtp_extract.architecture.roles import shapes_of
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.network import with_weights
 from mtp_extract.speculate.loop import SpeculativeGenerator

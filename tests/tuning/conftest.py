@@ -18,7 +18,8 @@ from helpers.beside import beside
 from helpers.random_pairs import random_base, random_drafter
 from helpers.threads import one_thread
 
-from mtp_extract.architecture.roles import GEMMA4_MTP, MATRIX, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.roles import MATRIX
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, load_drafter
@@ -105,7 +106,7 @@ def tiny() -> Tiny:
     for role, shape in shapes_of(drafter.config).items():
         weight = drafter.state_dict()[role.path].numpy().reshape(shape)
         tensors[role.name] = coded(weight) if role.kind == MATRIX else of_array(weight)
-    checkpoint = Checkpoint(GEMMA4_MTP, drafter.config, MappingProxyType(tensors), "f32")
+    checkpoint = Checkpoint(drafter.config, MappingProxyType(tensors), "f32")
     generator = torch.Generator().manual_seed(5)
     starts = torch.randint(40, (8, 3), generator=generator)
     written = base.model.generate(starts, attention_mask=torch.ones_like(starts), max_new_tokens=21, do_sample=False)

@@ -23,7 +23,6 @@ from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.load import load_any
 from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.formats.eagle3 import findings_of
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
@@ -143,7 +142,7 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     # What an earlier training left is replaced.
     for _ in range(2):
         new_head(pair, texts)
-    assert not findings_of(taken[1].directory)
+    assert not read_checkpoint(taken[1].directory).findings
     found = read_checkpoint(taken[1].directory)
     assert found.config == replace(untrained(base, 24, texts).config, base="org/base")
     loaded = load_any(found)
@@ -199,4 +198,4 @@ def test_a_whole_training(plan: Plans, tmp_path: Path) -> None:
         stored = load_file(directory / "model.safetensors")
         del stored["t2d"]
         assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == asked_for(config, layout)
-        assert not any(finding.is_error for finding in findings_of(directory))
+        assert not any(finding.is_error for finding in read_checkpoint(directory).findings)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_extract.architecture.roles import MATRIX, shapes_of
+from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.roles import MATRIX
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import load_drafter
