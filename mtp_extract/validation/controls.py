@@ -25,6 +25,7 @@ from mtp_extract.evaluation.agreement import (
     figure,
     measure_agreements,
 )
+from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record
 from mtp_extract.speculate.target import Base
@@ -72,9 +73,9 @@ def _another_text(base: RoundStart) -> RoundStart:
 
 def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
     # The q norm is the last factor before the product with K, and each layer has its own head dim.
-    state, names = drafter.state_dict(), [f"layers.{i}.q_norm.weight" for i in range(len(drafter.config.layers))]
-    layers = zip(names, drafter.config.layers, strict=True)
-    return drafter.with_tensors({name: state[name] / layer.head_dim**0.5 for name, layer in layers})
+    state = drafter.state_dict()
+    layers = {f"layers.{index}.q_norm.weight": layer for index, layer in enumerate(drafter.config.layers)}
+    return drafter.with_tensors({name: state[name] / layer.head_dim**0.5 for name, layer in layers.items()})
 
 
 def _full_rope(drafter: MtpDrafter) -> MtpDrafter | None:
@@ -152,9 +153,10 @@ def draft_together(
     Raises:
         PairError: no text is long enough to draft from.
     """
-    sound, broken = asked[0][0], dict[Control, Asked]()
-    controls_known = architecture_of(sound.config).controls() if isinstance(sound, DrafterNetwork) else ()
-    for control in controls_known:
+    sound = asked[0][0]
+    broken: dict[Control, Asked] = {}
+    controls = architecture_of(sound.config).controls() if isinstance(sound, DrafterNetwork) else ()
+    for control in controls:
         changed = control.drafter(sound)
         # Another text is only there where a batch has two.
         if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
@@ -170,19 +172,25 @@ def draft_together(
 def compare_with_control(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
     """How ``broken`` stands to ``real``, both over the same positions."""
     aimed = real.targets[:, 0] >= 0
-    text, changed = real.text[aimed], bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
+    text = real.text[aimed]
+    changed = bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
     ours, theirs = ((agreement.drafts[:, 0] == agreement.targets[:, 0])[aimed].double() for agreement in (real, broken))
     interval = estimate_difference(text, ours - theirs, LEVEL)
-    standing: Standing = "undecided"
-    if interval and changed and (interval.low > 0 or interval.high < 0):
-        standing = "below" if interval.low > 0 else "above"
-    elif interval and (not changed or max(interval.high, -interval.low) <= _NEGLIGIBLE):
-        standing = "same"
     return ControlResult(
-        control.name,
-        control.what,
-        control.suspect,
-        estimate_share(text, theirs),
-        figure(float((ours - theirs).mean()), len(text), interval),
-        standing,
+        name=control.name,
+        what=control.what,
+        suspect=control.suspect,
+        top1=estimate_share(text, theirs),
+        difference=figure(float((ours - theirs).mean()), len(text), interval),
+        standing=_standing_of(interval, changed=changed),
     )
+
+
+def _standing_of(interval: Interval | None, *, changed: bool) -> Standing:
+    """How a control stands, by the ``interval`` of its distance below; whether it ``changed`` any first draft."""
+    if interval is None:
+        return "undecided"
+    if changed and (interval.low > 0 or interval.high < 0):
+        return "below" if interval.low > 0 else "above"
+    negligible = max(interval.high, -interval.low) <= _NEGLIGIBLE
+    return "same" if negligible or not changed else "undecided"

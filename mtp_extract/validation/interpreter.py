@@ -36,7 +36,7 @@ from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
-from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import Subgraph, Tensor, TensorType, TfliteModel
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
     NEAR,
@@ -219,7 +219,8 @@ def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
         return np.where(values, 0, hidden).astype(detail["dtype"])
     if values.dtype != np.float32 or detail["dtype"] == np.float32:
         return values
-    (scale, zero_point), limits = detail["quantization"], np.iinfo(detail["dtype"])
+    scale, zero_point = detail["quantization"]
+    limits = np.iinfo(detail["dtype"])
     if not scale:
         raise UnsupportedError(f"{escape(detail['name'])} holds integers without a scale.")
     codes = np.rint(values / np.float32(scale)) + zero_point
@@ -229,15 +230,20 @@ def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
 
 def decoded(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
     """What the interpreter gives for this output, flat, as float32."""
-    flat, (scale, zero_point) = values.reshape(-1), detail["quantization"]
-    return flat if flat.dtype == np.float32 else (flat.astype(np.float32) - np.float32(zero_point)) * np.float32(scale)
+    flat = values.reshape(-1)
+    if flat.dtype == np.float32:
+        return flat
+    scale, zero_point = map(np.float32, detail["quantization"])
+    floats: Floats = (flat.astype(np.float32) - zero_point) * scale
+    return floats
 
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
     """Without what the interpreter's C++ writes to stderr; what goes wrong comes as an exception too."""
     sys.stderr.flush()
-    stderr_copy, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr_copy = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield
@@ -263,28 +269,41 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
     chosen = chosen or is_coded
     section = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
     _bring_in_constants(section, model)
-    cast = len(section.operatorCodes)
-    section.operatorCodes.append(schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST))
+    cast = schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST)
+    section.operatorCodes.append(cast)
     for graph, subgraph in zip(section.subgraphs, model.subgraphs, strict=True):
-        for tensor, was in zip(graph.tensors, subgraph.tensors, strict=True):
-            if not chosen(was):
+        for tensor, stored in zip(graph.tensors, subgraph.tensors, strict=True):
+            if not chosen(stored):
                 continue
-            tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
-            if model.has_data(was):
-                values = QuantizedTensor.of(model, was).floats()
+            tensor.type = int(TensorType.FLOAT32)
+            tensor.quantization = None
+            if model.has_data(stored):
                 tensor.buffer = len(section.buffers)
-                section.buffers.append(schema.BufferT(data=values.view(np.uint8)))
-        for node, operator in zip(graph.operators, subgraph.operators, strict=True):
-            ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
-            if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
-                node.opcodeIndex = cast
-                node.builtinOptionsType = 0
-                node.builtinOptions = None
-    # A builder that grows copies everything again and again.
-    size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
-    builder = flatbuffers.Builder(size + _ROOM_FOR_TABLES)
+                floats = QuantizedTensor.of(model, stored).floats().view(np.uint8)
+                section.buffers.append(schema.BufferT(data=floats))
+        _cast_between_floats(graph, subgraph, section.operatorCodes.index(cast))
+    builder = flatbuffers.Builder(_room_for(section))
     builder.Finish(section.Pack(builder), TFLITE_IDENTIFIER)
     return bytes(builder.Output())
+
+
+def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
+    """Make every QUANTIZE and DEQUANTIZE between two floats of ``graph`` the operator ``cast``, which does nothing.
+
+    Args:
+        cast: the number of CAST among the section's operators.
+    """
+    for node, operator in zip(graph.operators, subgraph.operators, strict=True):
+        ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
+        if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
+            node.opcodeIndex = cast
+            node.builtinOptionsType = 0
+            node.builtinOptions = None
+
+
+def _room_for(section: Any) -> int:
+    """Bytes that ``section`` takes and some more: a builder that grows copies everything again and again."""
+    return _ROOM_FOR_TABLES + sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
 
 
 def _bring_in_constants(section: Any, model: TfliteModel) -> None:

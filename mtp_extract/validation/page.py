@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from mtp_extract.evaluation.agreement import Workload
 from mtp_extract.evaluation.intervals import LEAST_TEXTS
 from mtp_extract.io.place import InputPaths, staged
 from mtp_extract.io.typed import Figure
@@ -14,7 +15,8 @@ from mtp_extract.report.files import PAGE_FILE, PAIR, REPORT, REPORT_LISTED
 from mtp_extract.report.numbers import format_mean, format_number, format_rate
 from mtp_extract.report.page import Page, ReportTable, as_html, as_json
 from mtp_extract.validation.result import DrafterFigures, Validation
-from mtp_extract.validation.verdict import drafts_of, findings, headlines
+from mtp_extract.validation.verdict import drafts_of, findings, format_change, headlines
+from mtp_extract.validation.worth import Worth
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 _ROUND, _FORCED = "tokens per round", "teacher-forced tokens per round"
@@ -93,17 +95,18 @@ def page_tables(validation: Validation) -> Iterator[ReportTable]:
 
 def worth(validation: Validation) -> ReportTable:
     """What drafting is worth: every chain and tree of every drafter."""
-    base, (first, *others) = validation.base, validation.drafters
+    base = validation.base
+    first, *others = validation.drafters
     assert base is not None
-    rows, lengths = list[Sequence[str]](), dict[str, dict[str, figures.Point]]()
+    rows: list[Sequence[str]] = []
+    lengths: dict[str, dict[str, figures.Point]] = {}
     for drafter in validation.drafters:
         lengths[drafter.name] = {} if lengths else {"the base alone": (1.0, None)}
         for name, row in drafter.worth.items():
             drafts = drafts_of(name, row)
             lengths[drafter.name][drafts] = _point(row.tokens_per_round)
-            speeds = (format_number(speed, ".2f", unit="×") for speed in (row.measured_speedup, row.predicted_speedup))
-            which = f"{drafter.name}: {drafts}" if others else drafts
-            rows.append((which, format_mean(row.tokens_per_round), *speeds, f"{row.same_text}/{base.timed}"))
+            of_drafter = f"{drafter.name}: " if others else ""
+            rows.append((of_drafter + drafts, *_worth_cells(row, base.timed)))
     return ReportTable(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
@@ -117,10 +120,19 @@ def worth(validation: Validation) -> ReportTable:
             f"{format_number(base.tokens_per_s, '.1f')} tokens a second, {format_number(base.forward_ms, '.2f')} ms a "
             f"forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
-        picture=partial(
-            figures.bars, lengths, _ROUND, strong="" if others else drafts_of(first.best, first.worth[first.best])
-        ),
+        picture=partial(figures.bars, lengths, _ROUND, strong="" if others else _best_drafts(first)),
     )
+
+
+def _best_drafts(drafter: DrafterFigures) -> str:
+    return drafts_of(drafter.best, drafter.worth[drafter.best])
+
+
+def _worth_cells(row: Worth, timed: int) -> Iterator[str]:
+    yield format_mean(row.tokens_per_round)
+    yield format_number(row.measured_speedup, ".2f", unit="×")
+    yield format_number(row.predicted_speedup, ".2f", unit="×")
+    yield f"{row.same_text}/{timed}"
 
 
 def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
@@ -157,26 +169,13 @@ def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
 
 def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
     first, *others = drafters
-    parts = {drafter.name: {**drafter.workloads, _ALL: drafter.agreement} for drafter in drafters}
-    points = {
-        drafter: {
-            name: _point(workload.teacher_forced)
-            for name, workload in of.items()
-            if workload.teacher_forced.value is not None
-        }
-        for drafter, of in parts.items()
-    }
-    rows = list[Sequence[str | int]]()
-    for name, workload in parts[first.name].items():
-        cells = [
-            format_rate(workload.steps[0].top1),
-            format_rate(workload.steps[0].top5),
-            format_mean(workload.teacher_forced),
-        ]
+    rows: list[Sequence[str | int]] = []
+    for name, workload in _workloads_of(first).items():
+        first_draft = workload.steps[0]
+        cells = [format_rate(first_draft.top1), format_rate(first_draft.top5), format_mean(workload.teacher_forced)]
         for other in others:
-            change = {**other.changes, _ALL: other.change}[name]
-            by = format_number(change.mean, "+.2f", change.interval, between=" to ")
-            cells += [format_mean(parts[other.name][name].teacher_forced), by]
+            change = other.changes.get(name, other.change)
+            cells += [format_mean(_workloads_of(other)[name].teacher_forced), format_change(change)]
         rows.append((name, workload.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return ReportTable(
@@ -189,8 +188,17 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
             "others ended, which is more often at a token that is hard to draft, and come to less."
             + (" Differences are text by text, each with its own interval." if others else "")
         ),
-        picture=partial(figures.bars, points, _FORCED),
+        picture=partial(figures.bars, {drafter.name: _forced_points(drafter) for drafter in drafters}, _FORCED),
     )
+
+
+def _workloads_of(drafter: DrafterFigures) -> dict[str, Workload]:
+    return {**drafter.workloads, _ALL: drafter.agreement}
+
+
+def _forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:
+    forced = {name: workload.teacher_forced for name, workload in _workloads_of(drafter).items()}
+    return {name: _point(length) for name, length in forced.items() if length.value is not None}
 
 
 def checks(validation: Validation) -> ReportTable:
@@ -207,7 +215,8 @@ def checks(validation: Validation) -> ReportTable:
 
 def controls(validation: Validation) -> ReportTable:
     """What the drafter reaches with one thing broken at a time."""
-    rows, points = list[Sequence[str]](), {"the real drafter": _percent(validation.drafters[0].agreement.steps[0].top1)}
+    rows: list[Sequence[str]] = []
+    points = {"the real drafter": _percent(validation.drafters[0].agreement.steps[0].top1)}
     for control in validation.controls:
         meaning = _STANDING[control.standing] + (f"; look at {control.suspect}" if control.standing == "above" else "")
         rows.append(

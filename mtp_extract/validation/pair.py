@@ -12,16 +12,16 @@ from mtp_extract.drafter.load import Network
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.validation.result import Validation
+from mtp_extract.validation.worth import Worth
 
 
 def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
     """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
     base = pair.base
     drafter = pair.drafter
-    worth = validation.drafters[0].worth
     facts = validation.base
+    worth = validation.drafters[0].worth
     assert isinstance(drafter, Network) and facts is not None
-    needs = drafter.needs
     fed = 1 + max(drafted.drafts for drafted in worth.values() if drafted.tree is None)
     role = architecture_of(drafter.config).pair_role
     return {
@@ -29,14 +29,7 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
         "model": "gemma4_speculative_pair",
         "target": {"name": facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
         "draft": {"name": validation.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
-        "bridge": {
-            "source": "target_hidden_stream",
-            "dest": "draft.backbone_stream",
-            "shape": ["T", (len(needs.layers) or 1) * base.width],
-            "layers": list(needs.layers),
-            "embedding": not getattr(drafter.config, "own_embedding", False),
-            "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
-        },
+        "bridge": _bridge(base, drafter),
         "verify": {
             "rule": "greedy",
             "T": fed,
@@ -44,17 +37,7 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
             "outputs": ["accepted_tokens", "rejected_token"],
         },
         "buffers": _buffers(base, drafter, fed, positions),
-        "metrics": {
-            drafted: {
-                "backbone_only_tok_per_sec": facts.tokens_per_s,
-                "speculative_tok_per_sec": of.tokens_per_s,
-                "draft_tokens_per_batch": of.drafts,
-                "accepted_tokens/drafted_tokens": of.accepted / of.drafted if of.drafted else None,
-                "target_verify_ms": of.verify_ms,
-                "assistant_draft_ms": of.draft_ms,
-            }
-            for drafted, of in worth.items()
-        },
+        "metrics": {name: _metrics(drafted, facts.tokens_per_s) for name, drafted in worth.items()},
     }
 
 
@@ -64,25 +47,55 @@ def _side(model: nn.Module, width: int) -> dict[str, Any]:
     return {"hidden_size": width, "dtype": dtype, "bytes": sum(t.numel() * t.element_size() for t in tensors)}
 
 
+def _bridge(base: Base, drafter: Network) -> dict[str, Any]:
+    """What the drafter reads of its base."""
+    needs = drafter.needs
+    return {
+        "source": "target_hidden_stream",
+        "dest": "draft.backbone_stream",
+        "shape": ["T", (len(needs.layers) or 1) * base.width],
+        "layers": list(needs.layers),
+        "embedding": not getattr(drafter.config, "own_embedding", False),
+        "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
+    }
+
+
+def _metrics(drafted: Worth, backbone_only: float | None) -> dict[str, Any]:
+    return {
+        "backbone_only_tok_per_sec": backbone_only,
+        "speculative_tok_per_sec": drafted.tokens_per_s,
+        "draft_tokens_per_batch": drafted.drafts,
+        "accepted_tokens/drafted_tokens": drafted.accepted / drafted.drafted if drafted.drafted else None,
+        "target_verify_ms": drafted.verify_ms,
+        "assistant_draft_ms": drafted.draft_ms,
+    }
+
+
 def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
     """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
     needs = drafter.needs
+    layers = needs.layers
     config = drafter.config
-    size = next(base.model.parameters()).element_size()
-    layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
-    widths = [m.k_proj.out_features * min(positions, m.sliding_window or positions) for m in layers]
-    sizes = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
+    number = next(base.model.parameters()).element_size()
+    # A drafter that reads the base's K and V has no cache of its own.
+    own_cache = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
+    draft_cache = [0] if needs.shared_kv else own_cache
     shapes = {
-        "target_main_stream": ([fed, base.width], size),
-        "target_kv_cache": ([2, sum(widths)], size),
+        "target_main_stream": ([fed, base.width], number),
+        "target_kv_cache": ([2, _cache_width(base, positions)], number),
         "target_logits": ([fed, base.vocab_size], 4),
-        "draft_backbone_stream": ([fed if needs.layers else 1, len(needs.layers) or 1, base.width], size),
-        "draft_main_stream": ([1, config.hidden_size], size),
-        # One that reads the base's has none.
-        "draft_kv_cache": ([0] if needs.shared_kv else sizes, size),
-        "draft_logits": ([1, needs.vocab_size], 4),
+        "draft_backbone_stream": ([fed if layers else 1, len(layers) or 1, base.width], number),
+        "draft_main_stream": ([1, config.hidden_size], number),
+        "draft_kv_cache": (draft_cache, number),
+        "draft_logits": ([1, drafter.needs.vocab_size], 4),
         "candidate_tokens": ([fed - 1], 8),
         "accepted_tokens": ([fed], 8),
         "verifier_scratch": ([fed], 8),
     }
-    return {name: {"shape": shape, "bytes": width * math.prod(shape)} for name, (shape, width) in shapes.items()}
+    return {name: {"shape": shape, "bytes": size * math.prod(shape)} for name, (shape, size) in shapes.items()}
+
+
+def _cache_width(base: Base, positions: int) -> int:
+    """Numbers of K for so many positions, over all layers of the base that have K of their own."""
+    layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
+    return sum(layer.k_proj.out_features * min(positions, layer.sliding_window or positions) for layer in layers)

@@ -98,31 +98,49 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
         quiet: each at one of the first positions comes again, with its activations at a thousandth, where epsilons of
             norms show.
     """
-    random, config = np.random.default_rng(seed), source.config
+    random = np.random.default_rng(seed)
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
     unit = first.scale * np.iinfo(first.type).max * _SHARE_OF_RANGE if first else 1.0
-    end = longest_cache(source)
-    for position in _positions(end, count):
-        slots, width = np.arange(end), 2 * config.backbone_hidden_size
-        past = slots <= position
-        # [start, end, end]: the newest slot, and one past the last that may be read.
-        param = [position, position + 1, position + 1, 0, 0, 0, 0]
-        inputs: dict[str, NDArray[Any]] = {
-            ACTIVATIONS: (random.standard_normal((1, 1, width)) * unit).astype(np.float32),
-            INPUT_POS: np.array([position], np.int32),
-            MASK: past[None, None, None],
-            MASK_LOCAL: (past & (slots > position - (config.sliding_window or end)))[None, None, None],
-            PARAM_TENSOR: np.array([[[param]]], np.int32),
+    shape = (1, 1, 2 * source.config.backbone_hidden_size)
+    for position in _positions(longest_cache(source), count):
+        activations = (random.standard_normal(shape) * unit).astype(np.float32)
+        inputs = {
+            ACTIVATIONS: activations,
+            **_place_inputs(source, position),
+            **_cache_contents(source, position, random),
         }
-        for kind, (keys, values) in cache_inputs(source).items():
-            for (name, axes), spread in ((keys, _KEY_SPREAD / config.kv_layers[kind].head_dim ** 0.5), (values, 1.0)):
-                tensor = source.walk.caches[name]
-                inputs[name] = np.zeros(tensor.shape, np.float32)
-                visible = by_slot(inputs[name], axes)[:, :, : position + 1]
-                visible[:] = _random_cache(random, visible.shape, tensor, spread)
         yield inputs
         if quiet and position < NEAR:
-            yield {**inputs, ACTIVATIONS: inputs[ACTIVATIONS] * _QUIET}
+            yield {**inputs, ACTIVATIONS: activations * _QUIET}
+
+
+def _place_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
+    """The inputs that say where a step stands and what it sees: position, masks, and parameters."""
+    end = longest_cache(source)
+    slots = np.arange(end)
+    past = slots <= position
+    in_window = slots > position - (source.config.sliding_window or end)
+    # [start, end, end]: the newest slot, and one past the last that may be read.
+    parameters = [position, position + 1, position + 1, 0, 0, 0, 0]
+    return {
+        INPUT_POS: np.array([position], np.int32),
+        MASK: past[None, None, None],
+        MASK_LOCAL: (past & in_window)[None, None, None],
+        PARAM_TENSOR: np.array([[[parameters]]], np.int32),
+    }
+
+
+def _cache_contents(source: Shard, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
+    """K and V of every layer type by the name of their input: random up to ``position``, zeros after it."""
+    contents: dict[str, NDArray[Any]] = {}
+    for kind, (keys, values) in cache_inputs(source).items():
+        key_spread = _KEY_SPREAD / source.config.kv_layers[kind].head_dim ** 0.5
+        for (name, axes), spread in ((keys, key_spread), (values, 1.0)):
+            tensor = source.walk.caches[name]
+            contents[name] = np.zeros(tensor.shape, np.float32)
+            visible = by_slot(contents[name], axes)[:, :, : position + 1]
+            visible[:] = _random_cache(random, visible.shape, tensor, spread)
+    return contents
 
 
 def positions_of(source: Shard, count: int) -> list[int]:
@@ -160,7 +178,8 @@ def _random_cache(
     Args:
         spread: their deviation, in floats; of codes it is an eighth of the largest number that one can stand for.
     """
-    packing, quantization = CODE_TYPES.get(tensor.type) if tensor.type is not None else None, tensor.quantization
+    packing = CODE_TYPES.get(tensor.type) if tensor.type is not None else None
+    quantization = tensor.quantization
     numbers = random.standard_normal(shape)
     if packing is None or quantization is None or not quantization.scales.count:
         return numbers * spread
@@ -187,7 +206,8 @@ def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[GraphI
 
 @torch.inference_mode()
 def _reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
-    position, kv = torch.from_numpy(inputs[INPUT_POS])[None].long(), visible_slots(source, inputs)
+    position = torch.from_numpy(inputs[INPUT_POS])[None].long()
+    kv = visible_slots(source, inputs)
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
     state = drafter.start(RoundStart(BaseOutput(position, position, hidden, {}, kv), position + 1, lambda _: embedding))
     logits, after = drafter.step(state, position)
@@ -197,14 +217,25 @@ def _reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -
 @np.errstate(all="ignore")
 def apart(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> Apart:
     """How far ``ours`` are from ``theirs``, step by step."""
-    far, alike = list[float](), list[float]()
-    for mine, other in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
-        pairs = [(a, b.astype(np.float64)) for a, b in zip(mine, other, strict=True)]
-        gaps = [float(np.abs(a - b).max() / np.ptp(b)) for a, b in pairs]
-        far.append(max(gap if math.isfinite(gap) else math.inf for gap in gaps))
-        alike.append(float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs])))
-    top1 = sum(int(a[0].argmax() == b[0].argmax()) for a, b in zip(ours, theirs, strict=True))
-    return Apart(far[0], far[1], min(alike), top1)
+    logits = [(mine[0], other[0].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
+    states = [(mine[1], other[1].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
+    return Apart(
+        logits=_largest_difference(logits),
+        state=_largest_difference(states),
+        correlation=min(_correlation(logits), _correlation(states)),
+        top1=sum(int(mine.argmax() == other.argmax()) for mine, other in logits),
+    )
+
+
+def _largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
+    """As a share of the range of the second; infinite where a number is none."""
+    shares = [float(np.abs(mine - other).max() / np.ptp(other)) for mine, other in pairs]
+    return max(share if math.isfinite(share) else math.inf for share in shares)
+
+
+def _correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
+    """The mean of the pairs'."""
+    return float(np.mean([np.corrcoef(mine, other)[0, 1] for mine, other in pairs]))
 
 
 def examined(name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: Shard) -> Check:

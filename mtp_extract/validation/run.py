@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +20,15 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import acceptance_of, compare_acceptance, figures, known, write_texts
+from mtp_extract.evaluation.agreement import (
+    Asked,
+    Continuations,
+    acceptance_of,
+    compare_acceptance,
+    figures,
+    known,
+    write_texts,
+)
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
@@ -31,15 +39,16 @@ from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
+from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.speculate.trees import DraftTree
-from mtp_extract.validation.controls import draft_together
+from mtp_extract.validation.controls import ControlResult, draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation
 from mtp_extract.validation.transformers import check_transformers
 from mtp_extract.validation.verdict import concluded, notes_of
-from mtp_extract.validation.worth import best_of, by_base_alone, measure_worth
+from mtp_extract.validation.worth import Timed, best_of, by_base_alone, measure_worth
 
 _SMALL = 256
 _COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
@@ -54,23 +63,12 @@ def run_validation(plan: ValidationPlan) -> Validation:
     plan = plan.resolved()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        name, source = "the sample", None
-        if plan.directory is None:
-            plan.say("extracting the sample")
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
-            extract(str(sample_bundle()), directory)
-        else:
-            directory = Path(checkpoint_here(plan.directory))
-            name = public_name(str(directory))
+        name, directory = _find_drafter(plan, stack)
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
-        validation = Validation(
-            tool=Tool("mtp-extract", __version__),
-            run=_facts_of_run(plan),
-            drafter=name,
-            source=plan.source and Path(plan.source).name,
-        )
-        validation.notes += checkpoint.notes
+        validation = _begin(plan, name, checkpoint.notes)
+
+        source = None
         if plan.source is not None:
             plan.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
@@ -81,12 +79,12 @@ def run_validation(plan: ValidationPlan) -> Validation:
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
                 validation.notes.append("It is refuted already, so nothing was measured.")
                 return concluded(validation)
+
         try:
             if plan.base is not None:
                 _measure(plan, plan.base, directory, validation)
             if source is not None:
-                with memory_guard("comparing with other programs"):
-                    _ask_other_programs(plan, directory, source, validation)
+                _ask_other_programs(plan, directory, source, validation)
         except BaseException:
             if validation.checks or validation.drafters:
                 plan.rescue(_concluded_early(validation))
@@ -94,8 +92,19 @@ def run_validation(plan: ValidationPlan) -> Validation:
         return concluded(validation)
 
 
-def _facts_of_run(plan: ValidationPlan) -> RunFacts:
-    """Of a run that begins. A file of prompts that cannot be read has no hash; reading it says why."""
+def _find_drafter(plan: ValidationPlan, stack: ExitStack) -> tuple[str, Path]:
+    """What to call the drafter, and where it is: the sample's is extracted, and is gone with the ``stack``."""
+    if plan.directory is None:
+        plan.say("extracting the sample")
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
+        extract(str(sample_bundle()), directory)
+        return "the sample", directory
+    directory = Path(checkpoint_here(plan.directory))
+    return public_name(str(directory)), directory
+
+
+def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
+    """Without results. A file of prompts that cannot be read has no hash; reading it says why."""
     prompts_sha256 = None
     if plan.base is not None:
         with suppress(OSError, ValueError):
@@ -104,7 +113,14 @@ def _facts_of_run(plan: ValidationPlan) -> RunFacts:
     for package in _COMPUTING:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    return RunFacts(datetime.now(timezone.utc).isoformat(timespec="seconds"), plan.command, prompts_sha256, versions)
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Validation(
+        tool=Tool("mtp-extract", __version__),
+        run=RunFacts(began, plan.command, prompts_sha256, versions),
+        drafter=drafter,
+        source=plan.source and Path(plan.source).name,
+        notes=list(notes),
+    )
 
 
 def _concluded_early(validation: Validation) -> Validation:
@@ -115,6 +131,26 @@ def _concluded_early(validation: Validation) -> Validation:
     return concluded(validation)
 
 
+@dataclass(frozen=True)
+class _Contender:
+    """A drafter beside the base, as the report has it."""
+
+    name: str
+    tuned: str | None  # how it was tuned, by its record; None where nothing says so
+    pair: SpeculativeGenerator
+
+    @classmethod
+    def of(cls, name: str, place: Path, loaded: LoadedBase) -> _Contender:
+        """The drafter in ``place`` beside the base; PairError where they do not belong together."""
+        drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
+        record = read_record(place)
+        tuned = str(record["tuning"]["mode"]) if record.get("tuning") else None
+        try:
+            return cls(name, tuned, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer))
+        except PairError as error:
+            raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
+
+
 def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation) -> None:
     """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured.
 
@@ -123,89 +159,137 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
         MtpExtractError: a tree looks at more choices than the base has tokens.
     """
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
-    places = {validation.drafter: directory}
+    loaded, contenders = _load_contenders(plan, base, validation.drafter, directory)
+    pair = contenders[0].pair
+    validation.settings = {
+        "prompts": dict(Counter(prompt.workload for prompt in prompts)),
+        "batch": plan.batch,
+        "new_tokens": plan.new_tokens,
+        "draft_steps": sorted(set(plan.draft_steps)),
+        "trees": list(plan.wanted),
+    }
+    with memory_guard("running the base"):
+        written = write_texts(
+            pair.base,
+            pair.codec,
+            prompts,
+            new_tokens=plan.new_tokens,
+            batch=plan.batch,
+            chat_template=plan.chat_template,
+            say=plan.say,
+            show=plan.show,
+        )
+        _measure_drafts(plan, loaded, contenders, written, validation)
+    validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
+    validation.notes += [*loaded.notes, *_notes_of_texts(written), *notes_of(validation)]
+
+
+def _load_contenders(
+    plan: ValidationPlan, base: str, name: str, directory: Path
+) -> tuple[LoadedBase, list[_Contender]]:
+    """The base, and beside it the drafter ``name`` in ``directory`` and the other one that the plan may have."""
+    places = {name: directory}
     if plan.beside is not None:
         beside = Path(checkpoint_here(plan.beside))
         read_checkpoint(beside)
-        name = public_name(str(beside))
-        places[name if name not in places else f"{name} (2)"] = beside
+        other = public_name(str(beside))
+        places[other if other != name else f"{other} (2)"] = beside
     plan.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
-        pairs = {name: _pair(loaded, place) for name, place in places.items()}
-    pair = pairs[validation.drafter]
-    steps = sorted(set(plan.draft_steps))
-    new_tokens = plan.new_tokens
-    _use_threads(pair.base.width)
-    trees = [what for what in plan.wanted.values() if isinstance(what, DraftTree)]
-    for tree in trees:
-        tree.require_tokens(pair.base.vocab_size)
-    workloads = dict(Counter(prompt.workload for prompt in prompts))
-    sizes = {"batch": plan.batch, "new_tokens": new_tokens}
-    validation.settings = {"prompts": workloads, **sizes, "draft_steps": steps, "trees": list(plan.wanted)}
-    shown: dict[str, Any] = {"batch": plan.batch, "show": plan.show}
-    said: dict[str, Any] = {"chat_template": plan.chat_template, "say": plan.say}
-    with memory_guard("running the base"):
-        written = write_texts(pair.base, pair.codec, prompts, new_tokens=new_tokens, **said, **shown)
-        plan.say("drafting after every token of them, and with one thing broken at a time")
-        asked = [(network.drafter, steps[-1], False) for network in pairs.values()]
-        if trees:
-            deepest = max(tree.depth for tree in trees)
-            asked += [(network.drafter, deepest, True) for network in pairs.values()]
-        table, validation.controls = draft_together(pair.base, asked, written, **shown)
-        plan.say("generating a few texts with drafts")
-        alone = by_base_alone(pair, written, new_tokens=new_tokens, timed=plan.timed)
-        plans: dict[str, Drafts] = {**{str(drafts): drafts for drafts in steps}, **plan.wanted}
-        validation.base = BaseFacts(
-            "the sample's base" if plan.directory is None else public_name(base),
-            loaded.dtype,
-            list(loaded.devices),
-            plan.chat_template and pair.codec.has_template,
-            len(alone.texts),
-            known(alone.tokens_per_s),
-            known(alone.forward_ms),
-        )
-        before, parts = acceptance_of(table[0]), written.workloads
-        for name, agreement in zip(pairs, table, strict=False):
-            after = acceptance_of(agreement)
-            validation.drafters.append(
-                DrafterFigures(
-                    name,
-                    _tuning_of(places[name]),
-                    figures(agreement),
-                    {workload: figures(agreement.of(rows)) for workload, rows in parts.items()},
-                    {},
-                    "",
-                    compare_acceptance(before, after),
-                    {workload: compare_acceptance(before.of(rows), after.of(rows)) for workload, rows in parts.items()},
-                )
-            )
-        # The drafts along the texts, of which trees are read off, stand behind the others.
-        for network, drafter, agreement, along in zip(
-            pairs.values(), validation.drafters, table, table[-len(pairs) :], strict=False
-        ):
-            worth: dict[str, Any] = {"new_tokens": new_tokens, "show": plan.show, "worth": drafter.worth}
-            drafter.best = best_of(measure_worth(network, written, agreement, along, plans, alone, **worth))
-    validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
-    validation.notes += loaded.notes
+        contenders = [_Contender.of(name, place, loaded) for name, place in places.items()]
+    base_model = contenders[0].pair.base
+    for tree in _trees(plan):
+        tree.require_tokens(base_model.vocab_size)
+    _use_threads(base_model.width)
+    return loaded, contenders
+
+
+def _notes_of_texts(written: Continuations) -> Iterator[str]:
     if unused := len(written.texts) - len(written.usable):
-        validation.notes.append(
-            f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
+        yield f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
+
+
+def _measure_drafts(
+    plan: ValidationPlan,
+    loaded: LoadedBase,
+    contenders: Sequence[_Contender],
+    written: Continuations,
+    validation: Validation,
+) -> None:
+    """Add to ``validation`` how ``contenders`` draft along the texts, the controls of the first, and times."""
+    plan.say("drafting after every token of them, and with one thing broken at a time")
+    drafts, controls = _draft_after_every_token(plan, contenders, written)
+    plan.say("generating a few texts with drafts")
+    alone = by_base_alone(contenders[0].pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
+    validation.base = _facts_of_base(plan, loaded, contenders[0].pair, alone)
+    first = drafts[0][0]
+    for contender, (agreement, _) in zip(contenders, drafts, strict=True):
+        validation.drafters.append(_figures_of(contender, first, agreement, written.workloads))
+    validation.controls = controls
+
+    planned = _planned(plan)
+    for contender, (agreement, along), drafter in zip(contenders, drafts, validation.drafters, strict=True):
+        worth = measure_worth(
+            contender.pair, written, agreement, along, planned, alone, plan.new_tokens, plan.show, drafter.worth
         )
-    validation.notes += notes_of(validation)
+        drafter.best = best_of(worth)
 
 
-def _pair(loaded: LoadedBase, place: Path) -> SpeculativeGenerator:
-    """The base with the drafter in ``place``.
+def _facts_of_base(plan: ValidationPlan, loaded: LoadedBase, pair: SpeculativeGenerator, alone: Timed) -> BaseFacts:
+    return BaseFacts(
+        name="the sample's base" if plan.directory is None else public_name(loaded.name),
+        dtype=loaded.dtype,
+        devices=list(loaded.devices),
+        chat_template=plan.chat_template and pair.codec.has_template,
+        timed=len(alone.texts),
+        tokens_per_s=known(alone.tokens_per_s),
+        forward_ms=known(alone.forward_ms),
+    )
 
-    Raises:
-        PairError: they do not belong together.
-    """
-    drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
-    try:
-        return SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    except PairError as error:
-        raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
+
+def _planned(plan: ValidationPlan) -> dict[str, Drafts]:
+    """Chains, the longest last; then what is measured besides."""
+    chains = {str(steps): steps for steps in sorted(set(plan.draft_steps))}
+    return {**chains, **plan.wanted}
+
+
+def _trees(plan: ValidationPlan) -> list[DraftTree]:
+    return [drafts for drafts in plan.wanted.values() if isinstance(drafts, DraftTree)]
+
+
+def _draft_after_every_token(
+    plan: ValidationPlan, contenders: Sequence[_Contender], written: Continuations
+) -> tuple[list[tuple[Agreement, Agreement | None]], list[ControlResult]]:
+    """What each drafts after its own drafts, as many as the longest chain has, and along the texts, as deep as the
+    deepest tree (None without trees); and the controls of the first."""
+    drafters = [contender.pair.drafter for contender in contenders]
+    asked: list[Asked] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
+    if trees := _trees(plan):
+        depth = max(tree.depth for tree in trees)
+        asked += [(drafter, depth, True) for drafter in drafters]
+    base = contenders[0].pair.base
+    agreements, controls = draft_together(base, asked, written, batch=plan.batch, show=plan.show)
+    along: Sequence[Agreement | None] = agreements[len(drafters) :] or [None] * len(drafters)
+    return list(zip(agreements, along, strict=False)), controls
+
+
+def _figures_of(
+    contender: _Contender, first: Agreement, agreement: Agreement, workloads: Mapping[str, Sequence[int]]
+) -> DrafterFigures:
+    """How it drafts, beside the ``first`` one; what that is worth is measured later."""
+    before = acceptance_of(first)
+    after = acceptance_of(agreement)
+    return DrafterFigures(
+        name=contender.name,
+        tuned=contender.tuned,
+        agreement=figures(agreement),
+        workloads={workload: figures(agreement.of(rows)) for workload, rows in workloads.items()},
+        worth={},
+        best="",
+        change=compare_acceptance(before, after),
+        changes={workload: compare_acceptance(before.of(rows), after.of(rows)) for workload, rows in workloads.items()},
+    )
 
 
 def _use_threads(width: int) -> None:
@@ -214,25 +298,22 @@ def _use_threads(width: int) -> None:
         torch.set_num_threads(1)
 
 
-def _tuning_of(directory: Path) -> str | None:
-    """How the checkpoint in ``directory`` was tuned, by its record; None where nothing says so."""
-    record = read_record(directory)
-    return str(record["tuning"]["mode"]) if record.get("tuning") else None
-
-
 def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, validation: Validation) -> None:
     """Add to ``validation`` what transformers and Google's interpreter make of the drafter."""
-    drafter = load_any(directory, dtype=torch.float32)
-    if not isinstance(drafter, MtpDrafter):
-        return
-    _use_threads(drafter.config.backbone_hidden_size)
-    plan.say("loading the checkpoint with transformers")
-    loaded = check_transformers(directory, drafter, source)
-    plan.say("running the drafter section in Google's interpreter")
-    # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
-    checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
-    drafter = load_drafter(checkpoint, dtype=torch.float32)
-    interpreted = check_interpreter(drafter, source, samples=plan.samples)
-    validation.checks += (loaded, interpreted)
-    validation.inputs = None if interpreted.passed is None else plan.samples
-    validation.notes += [f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None]
+    with memory_guard("comparing with other programs"):
+        drafter = load_any(directory, dtype=torch.float32)
+        if not isinstance(drafter, MtpDrafter):
+            return
+        _use_threads(drafter.config.backbone_hidden_size)
+        plan.say("loading the checkpoint with transformers")
+        loaded = check_transformers(directory, drafter, source)
+        plan.say("running the drafter section in Google's interpreter")
+        # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
+        checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
+        drafter = load_drafter(checkpoint, dtype=torch.float32)
+        interpreted = check_interpreter(drafter, source, samples=plan.samples)
+        validation.checks += (loaded, interpreted)
+        validation.inputs = None if interpreted.passed is None else plan.samples
+        validation.notes += [
+            f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None
+        ]

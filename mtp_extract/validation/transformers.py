@@ -73,15 +73,13 @@ def _examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool,
         model, info = loaded
         if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
             return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
-        ours, theirs = (random_inputs(source, _SAMPLES) for _ in range(2))
-        outputs = [_outputs(model.eval(), source, drafter.config, inputs) for inputs in theirs]
-        difference = apart(reference_outputs(drafter, source, ours), outputs)
+        theirs = [_outputs(model.eval(), source, drafter.config, inputs) for inputs in random_inputs(source, _SAMPLES)]
+        ours = reference_outputs(drafter, source, random_inputs(source, _SAMPLES))
+        worst = apart(ours, theirs).worst
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
-    evidence = (
-        f"outputs within {difference.worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
-    )
-    return difference.worst <= TOLERANCE, evidence
+    evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
+    return worst <= TOLERANCE, evidence
 
 
 @torch.inference_mode()
@@ -99,7 +97,8 @@ def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInpu
         # It makes a mask of either kind, whether a layer has use for it or not.
         shared_kv_states={SLIDING: only, FULL: only, **kv},
     )
-    logits, cap = output.logits.float(), getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = output.logits.float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if cap is not None:  # transformers leaves the cap to whoever samples
         logits = torch.tanh(logits / cap) * cap
     return logits.numpy().reshape(-1), output.last_hidden_state.float().numpy().reshape(-1)

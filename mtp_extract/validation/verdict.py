@@ -8,13 +8,15 @@ from typing import Literal
 from msgspec import structs
 
 from mtp_extract.errors import several
+from mtp_extract.evaluation.agreement import Change
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
 from mtp_extract.report.card import MEASURED, NAMED, PROVEN
 from mtp_extract.report.numbers import format_number, format_rate
 from mtp_extract.report.page import Headline
+from mtp_extract.validation.controls import ControlResult
 from mtp_extract.validation.plan import ADAPTIVE
-from mtp_extract.validation.result import Validation
+from mtp_extract.validation.result import BaseFacts, DrafterFigures, Validation
 from mtp_extract.validation.worth import Worth
 
 _MEANS = {
@@ -36,32 +38,39 @@ _IDENTITY = {
 def concluded(validation: Validation) -> Validation:
     """``validation`` with its verdict: whether it is verified or refuted, and what was measured, in a few sentences."""
     names = _names(validation)
-    validation.refuted, validation.verified = bool(names[False]), not names[False] and {*names[True]}.issuperset(NEEDED)
+    validation.refuted = bool(names[False])
+    validation.verified = not names[False] and {*names[True]}.issuperset(NEEDED)
     validation.evidence = _evidence(validation, names)
-    if validation.refuted:
-        reason = ", and ".join(
-            f"{check.name}: {check.evidence}" for check in validation.checks if check.passed is False
-        )
-    elif validation.verified:
-        reason = f"the checkpoint is the drafter of {validation.source} ({', '.join(names[True])})"
-    elif validation.evidence == MEASURED:
-        inputs = several(validation.inputs or 0, "input")
-        same = f"Google's interpreter computes the same of {validation.source} for {inputs}"
-        reason = f"{same}; {_open_function(validation)}"
-    elif validation.evidence == NAMED:
-        reason = f"the weights are those of {validation.source}; {_open_function(validation)}"
-    elif validation.checks:
-        reason = f"that this is the drafter of {validation.source} (not checked: {', '.join(names[None])})"
-    else:
-        reason = "that this is the function of a .litertlm file (it was compared with none)"
-    identity, *figures = headlines(validation)
-    why = "it ended before that" if validation.base else "it was run beside none"
-    measured = f"Not measured: how well it drafts for a base ({why})"
+
+    identity, *measured = headlines(validation)
     if validation.drafters and validation.drafters[0].worth:
-        words = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in figures)
-        measured = f"Measured: {'; '.join(words)}"
-    sentences = (f"{identity.value}: {reason}", measured, *findings(validation))
+        words = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in measured)
+        drafting = f"Measured: {'; '.join(words)}"
+    else:
+        why = "it ended before that" if validation.base else "it was run beside none"
+        drafting = f"Not measured: how well it drafts for a base ({why})"
+    sentences = (f"{identity.value}: {_reason(validation, names)}", drafting, *findings(validation))
     return structs.replace(validation, verdict=" ".join(f"{sentence}." for sentence in sentences))
+
+
+def _reason(validation: Validation, names: Mapping[bool | None, Sequence[str]]) -> str:
+    """Why the verdict is what it is."""
+    source = validation.source
+    if validation.refuted:
+        refuted = [check for check in validation.checks if check.passed is False]
+        return ", and ".join(f"{check.name}: {check.evidence}" for check in refuted)
+    if validation.verified:
+        return f"the checkpoint is the drafter of {source} ({', '.join(names[True])})"
+    if validation.evidence is not None:
+        # Everything but the graph was compared.
+        open_function = next(check.evidence for check in validation.checks if check.name == "function")
+        if validation.evidence == NAMED:
+            return f"the weights are those of {source}; {open_function}"
+        inputs = several(validation.inputs or 0, "input")
+        return f"Google's interpreter computes the same of {source} for {inputs}; {open_function}"
+    if validation.checks:
+        return f"that this is the drafter of {source} (not checked: {', '.join(names[None])})"
+    return "that this is the function of a .litertlm file (it was compared with none)"
 
 
 def _names(validation: Validation) -> dict[bool | None, list[str]]:
@@ -89,49 +98,57 @@ def _verdict_word(validation: Validation) -> str:
     return _NOT_PROVEN.get(validation.evidence or "", "Not verified")
 
 
-def _open_function(validation: Validation) -> str:
-    """Why the graph is not proven."""
-    return next(check.evidence for check in validation.checks if check.name == "function")
-
-
 def headlines(validation: Validation) -> list[Headline]:
     """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
+    identity = _identity_headline(validation)
+    if validation.base is None or not (validation.drafters and validation.drafters[0].worth):
+        why = "it was run beside no base" if validation.base is None else "it ended before that"
+        return [identity, *(Headline(name, "", why, means) for name, means in _MEANS.items())]
+
+    first = validation.drafters[0]
+    best = first.worth[first.best]
+    return [
+        identity,
+        *_best_chain_headlines(validation.base, drafts_of(first.best, best), best),
+        _same_text_headline(validation.base, validation.drafters),
+    ]
+
+
+def _identity_headline(validation: Validation) -> Headline:
     names = _names(validation)
-    of = f"{len(names[True])} of {len(validation.checks)} checks against {validation.source} passed"
-    for word, some in (("refuted", names[False]), ("not checked", names[None])):
-        of += f", {word}: {', '.join(some)}" if some else ""
-    identity = Headline(
+    counted = f"{len(names[True])} of {len(validation.checks)} checks against {validation.source} passed"
+    for word, answer in (("refuted", False), ("not checked", None)):
+        if names[answer]:
+            counted += f", {word}: {', '.join(names[answer])}"
+    return Headline(
         "Verdict",
         _verdict_word(validation),
-        of if validation.checks else "compared with no file",
+        counted if validation.checks else "compared with no file",
         _IDENTITY.get(validation.evidence or "", _IDENTITY["proven"]),
         "bad" if validation.refuted else "good" if validation.verified else "",
     )
-    if validation.base is None:
-        return [identity, *(Headline(name, "", "it was run beside no base", means) for name, means in _MEANS.items())]
-    if not (validation.drafters and validation.drafters[0].worth):
-        return [identity, *(Headline(name, "", "it ended before that", means) for name, means in _MEANS.items())]
-    base, first = validation.base, validation.drafters[0]
-    best = first.worth[first.best]
-    chain, ends = drafts_of(first.best, best), best.tokens_per_round.ci95
-    drafted = [
-        (worth.same_text, drafts_of(name, worth)) for of in validation.drafters for name, worth in of.worth.items()
-    ]
-    same, worst = min(drafted, key=lambda pair: pair[0])
+
+
+def _best_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator[Headline]:
+    length = format_number(worth.tokens_per_round.value, ".2f")
+    ends = worth.tokens_per_round.ci95
     interval = f"95 %: {ends[0]:.2f}–{ends[1]:.2f}" if ends else "no interval"
+    yield Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"])
+
+    speedup = format_number(worth.measured_speedup, ".2f", unit="×")
     timed = f"{several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
-    all_same = same == base.timed
-    text = f"greedy, in {base.dtype}; {'whatever is drafted' if all_same else f'{worst}, the worst'}"
-    length, speedup = (
-        format_number(best.tokens_per_round.value, ".2f"),
-        format_number(best.measured_speedup, ".2f", unit="×"),
-    )
-    return [
-        identity,
-        Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"]),
-        Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"]),
-        Headline("Same text", f"{same} of {base.timed}", text, _MEANS["Same text"], "good" if all_same else ""),
-    ]
+    yield Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"])
+
+
+def _same_text_headline(base: BaseFacts, drafters: Sequence[DrafterFigures]) -> Headline:
+    """Of all that was drafted, what left the fewest texts as the base alone writes them."""
+    drafted = [(name, worth) for drafter in drafters for name, worth in drafter.worth.items()]
+    name, worth = min(drafted, key=lambda pair: pair[1].same_text)
+    all_same = worth.same_text == base.timed
+    drafts = "whatever is drafted" if all_same else f"{drafts_of(name, worth)}, the worst"
+    text = f"greedy, in {base.dtype}; {drafts}"
+    same = f"{worth.same_text} of {base.timed}"
+    return Headline("Same text", same, text, _MEANS["Same text"], "good" if all_same else "")
 
 
 def drafts_of(name: str, worth: Worth) -> str:
@@ -150,19 +167,26 @@ def findings(validation: Validation) -> Iterator[str]:
     for other in validation.drafters[1:]:
         change = other.change
         few = "" if change.interval else f" ({undecided(change.texts)})"
-        by = format_number(change.mean, "+.2f", change.interval, between=" to ")
+        by = format_change(change)
         yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
-    if not validation.controls:
-        return
-    above = [control for control in validation.controls if control.standing == "above"]
-    if all(control.difference.ci95 is None for control in validation.controls):
-        yield f"What the controls say is {undecided(validation.drafters[0].agreement.texts)}"
-    elif above:
+    if validation.controls:
+        yield _what_controls_say(validation.controls, validation.drafters[0].agreement.texts)
+
+
+def _what_controls_say(controls: Sequence[ControlResult], texts: int) -> str:
+    if all(control.difference.ci95 is None for control in controls):
+        return f"What the controls say is {undecided(texts)}"
+    above = [control for control in controls if control.standing == "above"]
+    if above:
         leading = min(above, key=lambda control: control.difference.value or 0.0)
-        yield f"The control {leading.name} scores above it: look at {leading.suspect}"
-    else:
-        below = sum(control.standing == "below" for control in validation.controls)
-        yield f"{below} of {len(validation.controls)} controls score below it, none above, so they point at no suspect"
+        return f"The control {leading.name} scores above it: look at {leading.suspect}"
+    below = sum(control.standing == "below" for control in controls)
+    return f"{below} of {len(controls)} controls score below it, none above, so they point at no suspect"
+
+
+def format_change(change: Change) -> str:
+    """A difference with its interval, ``+0.12 (+0.05 to +0.19)``."""
+    return format_number(change.mean, "+.2f", change.interval, between=" to ")
 
 
 def notes_of(validation: Validation) -> Iterator[str]:

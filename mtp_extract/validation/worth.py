@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import fmean
 
 from torch import Tensor
@@ -75,6 +75,16 @@ class Timed:
         return _mean([r.verify_ms for r in self.rounds])
 
     @property
+    def verify_ms(self) -> float:
+        """The mean of a round with drafts; NaN without any."""
+        return _mean([r.verify_ms for r in self.rounds if r.drafted])
+
+    @property
+    def draft_ms(self) -> float:
+        """The mean of a round with drafts; NaN without any."""
+        return _mean([r.draft_ms for r in self.rounds if r.drafted])
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens after the first of each text, per second; NaN without any."""
         milliseconds = sum(r.draft_ms + r.verify_ms for r in self.rounds)
@@ -96,7 +106,6 @@ def measure_worth(
     along: Agreement | None,
     plans: Mapping[str, Drafts],
     alone: Timed,
-    *,
     new_tokens: int,
     show: Show = silent,
     worth: dict[str, Worth] | None = None,
@@ -117,8 +126,8 @@ def measure_worth(
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
             # With the costs of the longest chain: its rounds may not depend on the clock.
-            chain = worth[str(what.most)]
-            ratio = (chain.draft_ms or 0.0) / chain.depth / chain.verify_ms if chain.verify_ms else 0.0
+            longest = worth[str(what.most)]
+            ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
             what = replace(what, cost_ratio=ratio)
         walks = walked(what, standing(what, agreement, along), written, new_tokens)
         worth[name] = _worth(name, what, walks, Timed.of(generator, prompts, what, new_tokens), alone)
@@ -159,8 +168,10 @@ def walked(
     """
     walks = []
     for index in written.usable:
-        text, walk = written.texts[index], list[tuple[int, int]]()
-        at, last = text.prompt_length, len(text.tokens) - 1
+        text = written.texts[index]
+        walk: list[tuple[int, int]] = []
+        at = text.prompt_length
+        last = len(text.tokens) - 1
         adaptive = RunningLength(what) if isinstance(what, AdaptiveDrafts) else None
         # Of the tokens that are left one is the base's own, so fewer are drafted near the end.
         while at < last and (tokens_left := text.prompt_length + new_tokens - at - 2) > 0:
@@ -180,28 +191,34 @@ def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[TextPlace, l
 
 def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
-    depth = depth_of(what)
-    rounds = sum(map(len, walks))
-    accepted = [sum(stands for _, stands in walk) for walk in walks]
-    length = 1 + sum(accepted) / rounds
-    interval = over_texts(share_bounds, [stands / depth for stands in accepted], list(map(len, walks)))
-    drafting = [r for r in timed.rounds if r.drafted]
-    verify, draft = _mean([r.verify_ms for r in drafting]), _mean([r.draft_ms for r in drafting])
+    length = _tokens_per_round(walks, depth_of(what))
+    # The base alone writes a token a forward, a round writes ``length`` of them.
+    sooner = (length.value or math.nan) * alone.forward_ms / (timed.verify_ms + timed.draft_ms)
+    rounds = list(chain.from_iterable(walks))
     return Worth(
         tree=None if isinstance(what, int) else name,
-        drafts=what.drafts if isinstance(what, DraftTree) else depth,
-        depth=depth,
-        rounds=rounds,
-        drafted=sum(count for walk in walks for count, _ in walk),
-        accepted=sum(accepted),
-        tokens_per_round=figure(length, rounds, interval and interval.scaled(depth, 1.0)),
+        drafts=what.drafts if isinstance(what, DraftTree) else depth_of(what),
+        depth=depth_of(what),
+        rounds=len(rounds),
+        drafted=sum(drafted for drafted, _ in rounds),
+        accepted=sum(accepted for _, accepted in rounds),
+        tokens_per_round=length,
         same_text=sum(generation.tokens == alone.texts[row].tokens for row, generation in timed.texts.items()),
         tokens_per_s=known(timed.tokens_per_s),
-        verify_ms=known(verify),
-        draft_ms=known(draft),
-        predicted_speedup=known(length * alone.forward_ms / (verify + draft)),
+        verify_ms=known(timed.verify_ms),
+        draft_ms=known(timed.draft_ms),
+        predicted_speedup=known(sooner),
         measured_speedup=known(timed.tokens_per_s / alone.tokens_per_s),
     )
+
+
+def _tokens_per_round(walks: Sequence[Sequence[tuple[int, int]]], depth: int) -> Figure:
+    """1 + accepted / rounds, of rounds of at most ``depth`` drafts one after the other, by text."""
+    rounds = [len(walk) for walk in walks]
+    accepted = [sum(stands for _, stands in walk) for walk in walks]
+    # Over ``depth`` it is a share, which the interval wants.
+    interval = over_texts(share_bounds, [stands / depth for stands in accepted], rounds)
+    return figure(1 + sum(accepted) / sum(rounds), sum(rounds), interval and interval.scaled(depth, 1.0))
 
 
 def _mean(values: Sequence[float]) -> float:
