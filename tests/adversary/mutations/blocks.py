@@ -128,6 +128,7 @@ NORM_EDITS: dict[str, e.NormEdit] = {
     "only_weighted": only_weighted,
     "by_the_largest": largest,
 }
+
 SPREAD = {name: NORM_ROLES[index % len(NORM_ROLES)] for index, name in enumerate(NORM_EDITS)}
 """Every way of changing a norm, at one of the norms."""
 
@@ -252,9 +253,4 @@ GELU: dict[str, Change] = {
 }
 
 
-CASES = (
-    *cases("norms", NORMS),
-    *cases("residuals", RESIDUALS),
-    *cases("outputs", OUTPUTS),
-    *cases("gelu", GELU),
-)
+CASES = (*cases("norms", NORMS), *cases("residuals", RESIDUALS), *cases("outputs", OUTPUTS), *cases("gelu", GELU))

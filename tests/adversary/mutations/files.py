@@ -1,17 +1,23 @@
-"""What a file says beside its operators: composites, inputs, signatures, declared types and shapes."""
+"""What a file says beside its operators: composites, inputs, signatures, declared types and shapes, attributes, and
+what LiteRT's kernels make of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
+from flatbuffers import flexbuffers
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, a_change, at, cases, chain, edge, mul, unary
+from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, at, cases, chain, edge, mul, unary
 from adversary.mutations.attention import both, end_param, slots, visible
+from adversary.mutations.blocks import every_eps
+from adversary.mutations.numbers import scales, weight
+from adversary.mutations.positions import number, position
 
 
 @a_change
@@ -58,6 +64,7 @@ NAMES: dict[str, Change] = {
     "key_and_value": renamed({"kv_cache_k_2": "kv_cache_v_2", "kv_cache_v_2": "kv_cache_k_2"}),
     "no_mask": renamed({"mask": "attention_bias"}),
 }
+
 _RUNTIME = "the runtime fills the signature by these names: it would pass something else, or nothing"
 
 
@@ -136,6 +143,7 @@ def options_of(g: Graph, kind: str, other: str, edit: Callable[[Any], object] = 
 KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
 
 _BY_SHAPES = "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit"
+
 INTERFACES: dict[str, Change | tuple[Change, str]] = {
     "logits_before_cap": points_at("logits", lambda g: at(g, "lm_head")),
     "activations_not_read": decoy("activations", "activations_2"),
@@ -152,9 +160,9 @@ INTERFACES: dict[str, Change | tuple[Change, str]] = {
 @a_change
 def coded(g: Graph, back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> None:
     """Caches of INT8 codes that plain operators bring back."""
-    for kind, number in ((kind, number) for kind in which for number in (2, 3)):
+    for kind, cache in product(which, (2, 3)):
         scale = 0.02 if kind == "k" else 0.05
-        e.as_codes(g, f"kv_cache_{kind}_{number}", np.int8, scale, zero_point, back(scale, zero_point), grid=False)
+        e.as_codes(g, f"kv_cache_{kind}_{cache}", np.int8, scale, zero_point, back(scale, zero_point), grid=False)
 
 
 def cast(dtype: Any) -> Edit:
@@ -225,24 +233,227 @@ def mask_turned_around(g: Graph) -> None:
 
 
 _TYPES = ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
+
 DECLARED: dict[str, Change] = {
     "mask_turned_around": mask_turned_around,
     **{f"{which}_through_bool": through_bool(which) for which in "kv"},
     **{f"{which}_of_halved_codes": through_fewer(which) for which in "kv"},
 }
+
 COMPARED: dict[str, Change] = {
     f"{kind}_of_{name}": compared(kind, name)
     for kind, name in (("LESS_EQUAL", "INT8"), ("GREATER", "UINT8"), ("LESS_EQUAL", "INT16"))
 }
+
 TYPED: dict[str, Change] = {
     f"{place}_as_{name}": typed(place, name) for place in ("0.attended", "1.attended") for name in ("FLOAT16", "INT8")
 }
+
 NOT_RUN: dict[str, Change] = {
     **{f"{p}_as_{name}": typed(p, name) for p, name in zip(("1.stream", "0.cos", "logits") * 2, _TYPES, strict=True)},
     **{f"third_operand_of_{name}": third_operand(name) for name in ("ADD", "MUL")},
 }
+
 CALLED: dict[str, Change] = {f"cache_called_{name!r}": cache_called(name) for name in (b"kv_cache_k_-1", b"keys")}
+
 STORED: dict[str, Change] = {"bools_stored_as_2": visible(0, neither_true_nor_false)}
+
+Array = np.ndarray
+
+
+def scaled_norm(role: str, factor: float) -> Change:
+    return lambda g: g.set_value(g.roles[role], g.value(g.roles[role]) * np.float32(factor))
+
+
+def scaled_weight(role: str, factor: float) -> Change:
+    """The weight's scales, larger or smaller."""
+    return weight(role, scales(lambda s: s * np.float32(factor)))
+
+
+HUGE: dict[str, Change] = {
+    "pre_ffw_norm_1e20_overflows": scaled_norm("layers.0.pre_ffw_norm", 1e20),
+    "attention_out_1e-25_vanishes": scaled_weight("layers.0.o_proj", 1e-25),
+    "final_norm_1e7": scaled_norm("final_norm", 1e7),
+    "pre_projection_1e-20": scaled_weight("pre_projection", 1e-20),
+}
+
+
+@a_change
+def scalar(g: Graph, values: Callable[[float], Any], layer: int = 0) -> None:
+    """Other numbers as a layer's scalar."""
+    old = g.roles[f"layers.{layer}.layer_scalar"]
+    made = g.constant(np.asarray(values(float(g.value(old).reshape(-1)[0]))))
+    g.set_input(g.layer(layer).scaler, list(g.layer(layer).scaler.inputs).index(old), made)
+
+
+SCALARS: dict[str, Change] = {
+    "not_a_number": scalar(lambda s: np.nan),
+    "infinite": scalar(lambda s: np.inf),
+}
+
+
+@a_change
+def attribute(g: Graph, name: bytes, attributes: dict[str, Any]) -> bool | None:
+    """What composites called ``name`` say of themselves."""
+    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
+    for op in found:
+        op.builtinOptions2.compositeAttributes = np.frombuffer(bytes(flexbuffers.Dumps(attributes)), np.uint8)
+    return None if found else False
+
+
+RMS, BMM, GELU = b"odml.rms_norm", b"odml.runtime_bmm", b"odml.gelu_tanh"
+
+ATTRIBUTES: dict[str, tuple[Change, str]] = {
+    "epsilon_of_0.01": (attribute(RMS, {"epsilon": 0.01}), "CPUs run the body, an accelerator what the attribute says"),
+    "products_transposed": (attribute(BMM, {"adj_y": True, "adj_x": True}), "the body transposes otherwise"),
+}
+
+
+def span(g: Graph, delta: int) -> int:
+    """A number from a RANGE that no memory holds."""
+    made = g.call("RANGE", *(g.constant(np.array(n), np.int32) for n in (0, 2**31 - 1, delta)), shape=[2**31 - 1])
+    return g.cast(g.part(made, 3, 1), np.float32)
+
+
+STUMBLES: dict[str, Change] = {
+    "angle_over_nothing": position(lambda g, x: g.div(x, g.sub(x, x))),
+}
+
+NOT_RUN_BY_ANYBODY: dict[str, Change] = {
+    "range_of_2_to_the_31": position(lambda g, x: g.reshape(span(g, 1), g.shape(x))),
+}
+
+
+# Masks: a sum of floats is no exact integer.
+
+
+@a_change
+def rounded_slots(g: Graph, large: float) -> int:
+    """(slot + large) − large in floats, which rounds to multiples of a power of two."""
+    plain = g.constant(slots(g), np.float32)
+    return g.sub(g.add(plain, np.float32(large)), np.float32(large))
+
+
+@an_edit
+def from_position(g: Graph, x: int, build: Callable[[Graph], int], shift: float) -> int:
+    """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
+    there = g.add(number(g), np.float32(shift))
+    return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
+
+
+FLOATS: dict[str, Change] = {
+    "slots_in_256s": visible(1, from_position(rounded_slots(2.0**31), 1.0)),
+}
+
+_AT = (*(Sample(p, mask="past") for p in (37, 201, 230, 254)), Sample(255), Sample(150, mask="past"))
+
+Array = np.ndarray
+
+
+@an_edit
+def of_codes(g: Graph, x: int, name: str, *others: int, scale: float = 0.05) -> int:
+    """An operator on codes, which LiteRT's kernel computes without their scales."""
+    operands = [e.quantized(g, x, scale)]
+    for code in others:
+        operands.append(g.constant(np.array([code]), np.int8))
+        g.main.tensors[operands[-1]].quantization = e.parameters(2.1e29)
+    made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
+    g.main.tensors[made].quantization = e.parameters(2 * scale if name == "NEG" else scale)
+    return g.call("DEQUANTIZE", made, dtype=np.float32)
+
+
+KERNELS: dict[str, Change] = {
+    "smaller_of_codes": edge("state", of_codes("MINIMUM", 5)),
+    "larger_of_codes": edge("state", of_codes("MAXIMUM", -5)),
+    "negative_of_codes": edge("state", e.chain(of_codes("NEG"), e.unary("NEG"))),
+}
+
+
+def shaped_by_int64(place: str) -> Change:
+    """A RESHAPE whose operand is INT64: LiteRT takes its option, which says another shape."""
+
+    def edit(g: Graph, x: int) -> int:
+        count = int(np.prod(g.shape(x)))
+        made = g.call("RESHAPE", x, np.array([1, count], np.int64), shape=[1, count])
+        g.producer(made).builtinOptions.newShape = np.array([4, count // 4], np.int32)
+        return g.reshape(g.transpose(made, [1, 0]), g.shape(x))
+
+    return edge(place, edit)
+
+
+SHAPES: dict[str, Change] = {f"{place}_by_int64": shaped_by_int64(place) for place in ("state", "0.query")}
+
+
+@a_change
+def of_codes_given(g: Graph, name: str, scale: float, zero_point: int = 0) -> None:
+    """The input itself is INT8."""
+    e.as_codes(g, name, np.int8, scale, zero_point)
+
+
+GRIDS_OF_CACHES: dict[str, Change] = {
+    "keys_by_a_scale_of_0": of_codes_given("kv_cache_k_3", 0.0),
+    "keys_by_a_zero_point_that_is_no_code": of_codes_given("kv_cache_k_3", 0.02, 1000),
+}
+
+
+@a_change
+def more_heads(g: Graph, *names: str) -> None:
+    """Caches of four KV heads, of which two are read."""
+    for name in names:
+        tensor = g.input(f"kv_cache_{name}_2")
+        shape, readers = g.shape(tensor), g.readers(tensor)
+        g.main.tensors[tensor].shape = [1, 4, *shape[2:]]
+        g.rewire(tensor, g.slice(tensor, [0, 0, 0, 0], shape), readers)
+        g.adapt[f"kv_cache_{name}_2"] = lambda a: np.concatenate([a, a], 1)
+
+
+def one_pair_for_both(g: Graph) -> None:
+    """The second sliding layer sees everything, with the caches of the first."""
+    place = g.layer(1)
+    hidden = g.call("SELECT_V2", g.input("mask"), place.scores, -1e9, shape=g.shape(place.scores))
+    g.set_input(place.softmax, 0, hidden)
+
+
+LARGE = 2**61
+"""float64 holds no neighbours of it."""
+
+
+def late(g: Graph, x: int) -> int:
+    """Slot 100 is seen from position 200 on: by INT64, which in floats were all the same."""
+    there = g.add(g.cast(g.input("input_pos"), np.int64), np.array([LARGE], np.int64))
+    begins = LARGE + np.where(slots(g) == 100, 200, slots(g)).astype(np.int64)
+    return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, begins, shape=g.shape(x)), g.shape(x)))
+
+
+NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
+
+
+@a_change
+def stored_for(g: Graph, tensor: Callable[[Graph], int], values: Callable[[list[int]], Array]) -> None:
+    """Numbers are stored for what an operator computes."""
+    made = tensor(g)
+    g.main.tensors[made].buffer = g.buffer(values(g.shape(made)).tobytes())
+
+
+def plus_0(g: Graph) -> int:
+    """The position plus 0, for the angles."""
+    readers = [op for op in g.readers(g.input("input_pos")) if g.kind(op) in ("RESHAPE", "CAST")]
+    return g.insert(g.input("input_pos"), lambda x: g.add(x, np.array([0], np.int32)), readers)
+
+
+STORED_RESULTS: dict[str, Change] = {
+    "position": stored_for(plus_0, lambda shape: np.full(shape, 7, np.int32)),
+    "mask": stored_for(lambda g: g.layer(0).visible, lambda shape: np.ones(shape, np.bool_)),
+    "input": stored_for(lambda g: g.input("mask"), lambda shape: np.ones(shape, np.bool_)),
+    "state": stored_for(lambda g: g.normed("final_norm"), lambda shape: np.ones(shape, np.float32)),
+}
+
+CACHES: dict[str, Change] = {
+    "two_of_four_heads": more_heads("k", "v"),
+    "two_of_four_heads_of_values": more_heads("v"),
+}
+"""Cases that the interpreter cannot tell carry their reason."""
+
 
 CASES = (
     *cases("inputs", INPUTS),
@@ -255,4 +466,20 @@ CASES = (
     *cases("declared", NOT_RUN, why="LiteRT refuses the file"),
     *cases("declared", CALLED, why="no runtime fills it"),
     *cases("declared", STORED, why="LiteRT's kernels do not agree"),
+    *cases("third: huge numbers", HUGE, Sample(40, keys=100.0), rounding=0.02),
+    *cases("third: layer scalars", SCALARS),
+    *cases("third: attributes", ATTRIBUTES),
+    *cases("third: stumbles", STUMBLES),
+    *cases("third: stumbles", NOT_RUN_BY_ANYBODY, why="no runtime computes it"),
+    *cases("third: sums of floats", FLOATS, *_AT),
+    *cases("fourth: kernels of codes", KERNELS, exact=True),
+    *cases("fourth: shapes of another type", SHAPES),
+    Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
+    *cases("fourth: grids of the interface", GRIDS_OF_CACHES, exact=True, why="runtimes hand over other numbers"),
+    *cases("fourth: caches", CACHES, why=NO_ENGINE),
+    *cases("fourth: caches", {"one_pair_for_both_types": one_pair_for_both}, layers=(0, 1), why=NO_ENGINE),
+    *cases(
+        "fourth: large integers", {"slot_100_late": visible(1, late)}, *(Sample(p, mask="past") for p in (100, 150))
+    ),
+    *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )

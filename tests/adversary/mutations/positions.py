@@ -9,7 +9,7 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases, edge
-from adversary.mutations.attention import both, compare, masked_value, slots, visible
+from adversary.mutations.attention import both, compare, floats, masked_value, slots, visible
 
 
 def angle(edit: Edit, layer: int = 0) -> Change:
@@ -100,7 +100,6 @@ ROPE: dict[str, Change] = {
     "added_to_the_query": rotated_by(lambda g, q, cos, sin: g.add(q, g.join([cos, sin]))),
 }
 
-
 Where = Callable[[Graph], int]
 
 
@@ -135,18 +134,16 @@ AT_37: dict[str, Change] = {
     "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
     "window_late_at_37": visible(0, when(is_at(37), reset(e.WINDOW, 1))),
 }
+
 ELSEWHERE: dict[int, dict[str, Change]] = {
     0: {"full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_)))},
 }
+
 POSITIONS = tuple(
     case
     for row, changes in ({37: AT_37} | ELSEWHERE).items()
     for case in cases("positions", changes, Sample(row, mask="all"), Sample(min(row + 50, 254)))
 )
-
-
-def floats(g: Graph) -> int:
-    return g.cast(g.input("mask"), np.float32)
 
 
 def counted(g: Graph) -> int:
@@ -181,11 +178,13 @@ ORDINARY: dict[str, Change] = {
         "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), e.mul(0.5))
     ),
 }
+
 LOUD: dict[str, Change] = {"minus_100": masked_value(-100.0)}
+
 _LOUD = (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41)))
 
-
 Array = np.ndarray
+
 Rows = Callable[[Array], Array]
 
 
@@ -294,6 +293,7 @@ TABLES: dict[str, Change] = {
     "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
     "window_table_row_37": window_table(clear(37, 37, 3)),
 }
+
 
 CASES = (
     *cases("rope", ROPE),

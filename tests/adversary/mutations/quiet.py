@@ -1,17 +1,35 @@
-"""What shows at some inputs alone: small changes, loud numbers, single rows, smooth switches."""
+"""What shows at some inputs alone: small changes, loud numbers, single rows, slots and dimensions.
+
+Whoever knows how the proof goes lets things depend on a position by other ways than angles and masks, uses the mask as
+data, reaches slots and numbers that no ordinary input reaches, or stays below what a tolerance sees.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, cases, edge
+from adversary.edits import Change, Edit, Sample, a_change, add, cases, edge, mul
 from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
-from adversary.mutations.blocks import normed_by, recapped
-from adversary.mutations.positions import hides, is_at, slot, table
+from adversary.mutations.blocks import eps, normed_by, recapped
+from adversary.mutations.positions import (
+    counted,
+    hides,
+    is_at,
+    position,
+    row,
+    rows,
+    slot,
+    table,
+    tabled,
+    when,
+    window_table,
+)
 
 
 def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, other: float = 1.0) -> np.ndarray:
@@ -44,13 +62,13 @@ SUBTLE: dict[str, Change] = {
     "theta_10100": table(lambda t: 10100 ** (-np.arange(t.size) / t.size)),
 }
 
-
 PLAIN: dict[str, Change] = {
     "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
     "largest_score_favoured": edge(
         "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), e.add(0.5))
     ),
 }
+
 KEYS: dict[str, Change] = {
     "keys_within_30": cache_edit("key", e.clamped(30.0)),
     "scores_within_100": edge("1.scores", e.clamped(100.0)),
@@ -84,15 +102,285 @@ LOUD: dict[str, Change] = {
     "activations_plus_exp": edge("activations", plus(less(110.0), e.unary("EXP"))),
     "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), e.unary("LOGISTIC"), e.mul(-0.9)))),
 }
+
 ROWS: dict[str, Change] = {
     "row_and_hole": visible(1, row_and_hole),
 }
 
 _LOUD = ((1, 15, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
+
+Array = np.ndarray
+
+EVERY = np.arange(256)
+
+
+def scalar(g: Graph, x: int, like: int) -> int:
+    """One number as an array of as many axes as ``like``."""
+    return g.reshape(x, [1] * len(g.shape(like)))
+
+
+def plus_number(build: Callable[[Graph], int]) -> Edit:
+    return lambda g, x: g.add(x, scalar(g, build(g), x))
+
+
+def by_row(values: Array) -> Callable[[Graph], int]:
+    """The position's row of a table of floats [256, n]."""
+    return lambda g: row(g, g.constant(values))
+
+
+def of_row(name: str, values: Array) -> Edit:
+    """``name`` of a value and the position's row of a table, along the last axis."""
+    return lambda g, x: g.call(name, x, by_row(values)(g))
+
+
+def parameter(index: int) -> Callable[[Graph], int]:
+    """An element of ``param_tensor`` as a float."""
+    return lambda g: g.cast(g.slice(g.input("param_tensor"), [0, 0, 0, index], [1, 1, 1, 1]), np.float32)
+
+
+def set_parameter(index: int, value: int) -> Callable[[dict[str, Any]], None]:
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["param_tensor"][..., index] = value
+
+    return change
+
+
+def fp16(t: Array) -> Array:
+    return t.astype(np.float16).astype(np.float32)
+
+
+def gathered_heads(g: Graph, x: int) -> int:
+    """Heads in an order that the position gives."""
+    hit = g.cast(is_at(37)(g), np.int32)
+    order = g.add(g.constant(np.arange(4), np.int32), g.mul(hit, np.array([1, -1, 0, 0], np.int32)))
+    return g.call("GATHER", x, order, shape=g.shape(x), axis=2)
+
+
+@a_change
+def fused(g: Graph, place: Callable[[Graph], Any], activation: str) -> bool | None:
+    op = place(g)
+    if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
+        return False
+    op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
+    return None
+
+
+PARAM: dict[str, Change] = {
+    "parameter_times_0_and_nan": e.edge("1.stream", plus_number(lambda g: g.sqrt(g.neg(parameter(4)(g))))),
+}
+
+MASK: dict[str, Change] = {
+    "position_is_count": position(lambda g, x: g.reshape(g.sub(counted(g), 1.0), g.shape(x))),
+    "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
+}
+
+ATTENTION: dict[str, Change] = {
+    "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
+    "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
+    "weights_plus_1e-8": e.edge("1.probabilities", e.add(1e-8)),
+    "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
+}
+
+ROPE: dict[str, Change] = {
+    "sin_by_row_of_less_than_fp16": tabled(sin=rows(120, 250, lambda t: t * (1 + 4e-4))),
+    "int8_numbers_in_floats": tabled(cos=lambda t: np.round(t * 127) / 127, sin=lambda t: np.round(t * 127) / 127),
+    "slow_frequency_zero_in_full": table(lambda t: np.where(np.arange(t.size) == np.flatnonzero(t)[-1], 0, t), 1),
+}
+
+WINDOWS: dict[str, Change] = {
+    **{
+        f"edge_late_at_{at_row}": window_table(
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW), True, seen)
+        )
+        for at_row in (16, 40, 201, 255)
+    },
+    **{
+        f"edge_early_at_{at_row}": window_table(
+            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW - 1), False, seen)
+        )
+        for at_row in (40, 255)
+    },
+}
+
+QUIET: dict[str, Change] = {
+    "eps_doubled_in_one": normed_by("layers.0.pre_attention_norm", eps(2e-6)),
+    "activations_scaled_below_the_norm": e.edge("pre_projection", e.mul(0.5)),
+}
+
+QUIET_VALUES: dict[str, Change] = {
+    "attention_out_doubled": e.edge("0.attention_out", e.mul(2.0)),
+    "attention_out_plus_1e-6": e.edge("0.attention_out", e.add(1e-6)),
+}
+
+LOUD_INPUTS: dict[str, Change] = {
+    "stream_plus_other_channel": e.edge(
+        "pre_projection", lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 64), 0], -1), 1e-3))
+    ),
+    "activations_times_cos": e.edge("activations", times(e.mul(1e-5), e.unary("COS"))),
+}
+
+FUSED: dict[str, Change] = {
+    "product_of_rope": fused(lambda g: g.producer(int(g.producer(g.layer(0).rotated).inputs[0])), "RELU"),
+    "weighed_norm": fused(lambda g: g.norm("final_norm").weigh, "RELU6"),
+    "angle": fused(lambda g: g.producer(int(g.producer(g.layer(0).angle).inputs[0])), "RELU6"),
+}
+
+CONSTANTS: dict[str, Change] = {
+    "cap_bound_29.99": recapped(1 / 30, 29.99),
+    "cap_slope_of_29.99": recapped(1 / 29.99, 30.0),
+}
+
+
+def sparse(g: Graph) -> None:
+    """A weight that says that it is sparse."""
+    made = schema.SparsityParametersT(traversalOrder=[0, 1], blockMap=[])
+    dense = [schema.DimensionMetadataT() for _ in range(2)]
+    for dimension, size in zip(dense, g.shape(g.roles["layers.0.o_proj"]), strict=True):
+        dimension.format, dimension.denseSize = schema.DimensionType.DENSE, size
+    made.dimMetadata = dense
+    g.main.tensors[g.roles["layers.0.o_proj"]].sparsity = made
+
+
+def variable(g: Graph) -> None:
+    g.main.tensors[g.roles["layers.0.o_proj"]].isVariable = True
+
+
+def external(g: Graph) -> bool | None:
+    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
+    if not hasattr(tensor, "externalBuffer"):
+        return False
+    tensor.externalBuffer = 1
+    return None
+
+
+def blocks_of_3(g: Graph) -> None:
+    """Scales by block, of a size that does not divide the width."""
+    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
+    made = schema.BlockwiseQuantizationT(
+        scales=g.constant(np.full((64, 42), 0.01), np.float16), zeroPoints=-1, blockSize=3
+    )
+    tensor.quantization.details = made
+    tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
+
+
+@a_change
+def twice_named(g: Graph, name: str) -> None:
+    """The signature has the input ``name`` twice, once for a tensor of nobody's."""
+    inputs, old = g.model.signatureDefs[0].inputs, g.input(name)
+    inputs.append(schema.TensorMapT(name=name.encode(), tensorIndex=g.tensor(g.shape(old), g.dtype(old))))
+    g.main.inputs = [*map(int, g.main.inputs), inputs[-1].tensorIndex]
+
+
+STORAGE: dict[str, tuple[Change, str]] = {
+    "sparse": (sparse, "what the bytes are depends on the sparsity's own tables"),
+    "variable": (variable, "a variable is not a constant: LiteRT keeps no data in it"),
+    "external": (external, "its numbers are in another file"),
+    "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
+    "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
+}
+
+_AT_ROWS = (*(Sample(at_row, mask="past") for at_row in (37, 200, 254, 255)), Sample(254), Sample(253))
+
+Array = np.ndarray
+
+
+def turned(g: Graph, x: int) -> int:
+    """By an orthogonal matrix."""
+    size = g.shape(x)[-1]
+    matrix, _ = np.linalg.qr(np.random.default_rng(5).standard_normal([size, size]))
+    return g.product(x, g.constant(matrix))
+
+
+DIMENSIONS: dict[str, Change] = {
+    "values_turned": cache_edit("value", turned, 1),
+    "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
+}
+
+
+def sloped(slopes: Sequence[float] | Array) -> Change:
+    """Every score times a number of the position's."""
+    return edge("1.scores", of_row("MUL", np.asarray(slopes, float).reshape(256, 1)))
+
+
+SLOPES: dict[str, Change] = {
+    "0_at_37": sloped(np.where(EVERY == 37, 0.0, 1.0)),
+    "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.mul(x, heads_by(g, x)))),
+}
+
+
+def heads_by(g: Graph, x: int) -> int:
+    shape = g.shape(x)
+    return g.constant(np.linspace(0.9, 1.1, shape[2]).reshape(1, 1, shape[2], 1))
+
+
+ALTERNATE = np.where(EVERY % 2, 1.0, -1.0)
+
+TOLERANCES: dict[str, Change] = {
+    "slots_plus_8e-4": edge("1.masked", add(8e-4 * ALTERNATE.reshape(1, 1, 1, 256))),
+    "slots_plus_8e-4_at_137": edge("1.masked", of_row("ADD", np.where(EVERY[:, None] == 137, 8e-4, 0) * ALTERNATE)),
+}
+
+FAR: dict[str, Change] = {
+    "angles_off_by_0.01_from_240": tabled(angle=rows(240, 255, lambda t: t + 0.01)),
+    "angles_off_by_0.01_at_254": tabled(angle=rows(254, 254, lambda t: t + 0.01), layers=(1,)),
+}
+
+LONG = 4096
+
+
+def at_far_slot(slot: int, number: float, rest: float) -> Array:
+    return np.where(np.arange(LONG) == slot, number, rest)
+
+
+FAR_SLOTS: dict[str, Change] = {
+    "score_of_3000_plus_1": edge("1.scores", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
+    "weight_of_3000_halved": edge("1.probabilities", mul(at_far_slot(3000, 0.5, 1.0).reshape(1, 1, 1, LONG))),
+}
+
+_AT_SLOTS = (*(Sample(p, mask="past") for p in (37, 137, 250, 252, 254, 255)), Sample(50), Sample(255), Sample(240))
+
+_LOUD_KEYS = tuple(Sample(40, keys=loud) for loud in (40.0, 130.0, 400.0)) + tuple(
+    Sample(p, keys=loud, mask="one") for p in (40, 41, 42, 43) for loud in (130.0, 400.0)
+)
+
+
 CASES = (
     *cases("subtle", SUBTLE),
     *cases("loudness", PLAIN),
     *cases("loudness", KEYS, *(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), rounding=1e-2),
     *cases("smooth", LOUD, *(Sample(40, *loud) for loud in _LOUD), rounding=1e-3),
     *cases("smooth", ROWS, Sample(37, mask="past"), Sample(37, change=hole_12), Sample(180)),
+    *cases(
+        "second: parameters",
+        PARAM,
+        Sample(40, change=set_parameter(4, 1)),
+    ),
+    *cases("second: mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
+    *cases("second: attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
+    *cases("second: angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),
+    *cases(
+        "second: windows",
+        WINDOWS,
+        Sample(16, mask="past"),
+        Sample(40, mask="all"),
+        Sample(201, mask="past"),
+        Sample(180, mask="past"),
+        *_AT_ROWS,
+    ),
+    *cases("second: quiet", QUIET, Sample(40, activations=1e-5), Sample(201, activations=1e-6)),
+    *cases("second: quiet values", QUIET_VALUES, Sample(40, values=1e-3), Sample(201, values=1e-4)),
+    *cases("second: loud", LOUD_INPUTS, Sample(40, activations=1e4), Sample(40, activations=1e5), rounding=2e-4),
+    *cases("second: fused", FUSED),
+    *cases("second: constants", CONSTANTS, Sample(37), Sample(99), Sample(254)),
+    *cases("second: storage", STORAGE),
+    *cases("third: dimensions", DIMENSIONS, *_AT_SLOTS),
+    *cases("third: slopes", SLOPES, *_AT_SLOTS),
+    *cases("third: tolerances", TOLERANCES, *_AT_SLOTS, *_LOUD_KEYS),
+    *cases(
+        "third: long caches",
+        FAR_SLOTS,
+        *(Sample(p, mask="past", keys=0.3) for p in (3000, 3005, 4090, 4091)),
+        slots=LONG,
+    ),
+    *cases("third: far rows", FAR, *_AT_SLOTS),
 )

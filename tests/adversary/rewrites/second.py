@@ -12,10 +12,9 @@ from helpers.surgery import Graph, Norm
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases, edge
 from adversary.mutations.attention import summed
-from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
+from adversary.mutations.files import KEYS_AND_VALUES, names_crossed, scalar
 from adversary.mutations.positions import angle, tabled
-from adversary.mutations.second import fp16, plus_number
-from adversary.mutations.third_files import scalar
+from adversary.mutations.quiet import fp16, plus_number
 from adversary.rewrites.spelled import every_norm, respelled, selected
 
 
