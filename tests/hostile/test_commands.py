@@ -1,6 +1,6 @@
 """The commands under attack: one message on stderr, the right exit status, and nothing that looks finished.
 
-A process costs a fifth of a second, so there is one case for each class of trouble; the many are in the other files.
+What each mistake of a user says is in ``cli/mistakes.json``; here are faults of ours, of the disk and of the terminal.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from helpers.bounds import HANG, cpu_limit
-from helpers.make_bundle import DRAFTER, Part, bundle, pack, set_buffer
+from helpers.make_bundle import DRAFTER, Part, bundle, pack
 from helpers.make_drafter import plain_model
 from seam import CheckpointError, open_bundle, verify, verify_against
 
@@ -42,93 +41,55 @@ files.write_all = slow
 """
 
 
-def command(
-    program: str, *arguments: object, limit: Callable[[], None] | None = None, stdout: int = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
-    """Run ``program``; a descriptor for its ``stdout`` is closed then."""
-    try:
-        return subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=HANG,
-            preexec_fn=cpu_limit(60, limit),
-            env=ENVIRONMENT,
-            check=False,
-        )
-    finally:
-        if stdout != subprocess.PIPE:
-            os.close(stdout)
+REPLACED = """
+import mtp_extract.pipeline.inspection
+from mtp_extract.cli.terminal import say
+from mtp_extract.errors import FormatError
+def broken(*arguments, **named):
+    {code}
+mtp_extract.pipeline.inspection.inspect = broken
+"""
+"""In the place of inspecting a bundle, some code."""
 
 
-def _not_finite(path: Path) -> None:
-    """Found out only while it is being written."""
-    model = plain_model()
-    tensors = model.subgraphs[0].tensors
-    norm = next(t for t in tensors if list(t.shape) == [8] and t.buffer)
-    set_buffer(model, norm, np.array([np.inf] * 8, "<f4").tobytes())
-    path.write_bytes(pack(model))
+def command(program: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in a process of its own, whose CPU time is bounded."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENVIRONMENT, "preexec_fn": cpu_limit(60)}
+    called = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(called, **{**streams, **options}, text=True, timeout=HANG, check=False)
 
 
-def _named(path: Path) -> None:
+def test_a_damaged_drafter_is_described_and_is_an_error_all_the_same(tmp_path: Path) -> None:
     model = plain_model()
     for tensor in model.subgraphs[0].tensors:
         tensor.name, tensor.quantization = b"\x1b[2J\n\xff", None
-    path.write_bytes(bundle([Part(3, pack(model), {**DRAFTER, "\x1b[31m": "\n"})]))
+    (tmp_path / "source").write_bytes(bundle([Part(3, pack(model), {**DRAFTER, "\x1b[31m": "\n"})]))
+
+    shown = command(INSPECT, tmp_path / "source", "--tensors", "--graph")
+    refused = command(EXTRACT, tmp_path / "source", "-o", tmp_path / "out")
+
+    assert (shown.returncode, shown.stderr.count("error:")) == (1, 1)
+    assert "\x1b" not in shown.stdout + shown.stderr
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert re.fullmatch(r"error: .*x1b\[2J.*no scale.*\n", refused.stderr) and refused.stderr.strip().isprintable()
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda path: path.write_bytes(bundle([], version=(9, 9, 9))), r"version 9\.9\.9"),
-        (_not_finite, "not finite"),
-        (_named, r"x1b\[2J.*no scale"),
-    ],
-)
-def test_one_message_for_each_class(tmp_path: Path, build: Callable[[Path], object], match: str) -> None:
-    """Status 1, one printable line that begins with ``error:``, and nothing else."""
-    build(tmp_path / "source")
-    (tmp_path / "out").mkdir()
-    done = command(EXTRACT, tmp_path / "source", "-o", tmp_path / "out" / "x")
-    assert (done.returncode, done.stdout, done.stderr.count("error:")) == (1, "", 1), done.stderr
-    assert re.match(f"error: .*{match}", done.stderr), done.stderr
-    assert done.stderr.strip().isprintable()
-    assert not any((tmp_path / "out").iterdir())
-
-
-def test_inspect_says_the_same(tmp_path: Path) -> None:
-    """A damaged drafter is described as far as it goes, and is an error all the same."""
-    _named(tmp_path / "source")
-    done = command(INSPECT, tmp_path / "source", "--tensors", "--graph")
-    assert done.returncode == 1
-    assert done.stderr.count("error:") == 1
-    assert "\x1b" not in done.stdout + done.stderr
-    done = command(INSPECT, "a" * 5000)
-    assert (done.returncode, done.stderr.count("error:")) == (1, 1)
-
-
-def test_an_overwrite_that_fails_keeps_the_old(tmp_path: Path) -> None:
-    """Whether the new one cannot be read or cannot be written."""
-    assert command(EXTRACT, "--sample", "-o", tmp_path / "x").returncode == 0
+def test_an_overwrite_for_which_the_disk_has_no_room_keeps_the_old(tmp_path: Path) -> None:
+    again = (EXTRACT, "--sample", "-o", tmp_path / "x", "--overwrite")
+    assert command(*again).returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
-    (tmp_path / "bad").write_bytes(b"LITERTLM")
-    assert command(EXTRACT, tmp_path / "bad", "-o", tmp_path / "x", "--overwrite").returncode == 1
-    done = command(
-        EXTRACT,
-        "--sample",
-        "-o",
-        tmp_path / "x",
-        "--overwrite",
-        limit=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
+
+    limit = cpu_limit(60, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    done = command(*again, preexec_fn=limit)
+
     assert (done.returncode, "cannot be written" in done.stderr) == (1, True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
-    assert {path.name for path in tmp_path.iterdir()} == {"x", "bad"}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
-def test_a_signal_while_writing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_while_writing_leaves_nothing_that_looks_finished(tmp_path: Path, number: signal.Signals) -> None:
     """What a killed run leaves is hidden, is no checkpoint, and goes with the next run in the same place."""
     with subprocess.Popen(
         [sys.executable, "-c", SLOW + EXTRACT, "--sample", "-o", str(tmp_path / "x")],
@@ -152,18 +113,68 @@ def test_a_signal_while_writing(tmp_path: Path, number: signal.Signals) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_reader_that_goes_away_and_a_full_terminal(sample: Path) -> None:
-    done = command(INSPECT, sample, stdout=os.open("/dev/full", os.O_WRONLY))
+FAULTS = {
+    "a fault": (
+        "raise ValueError('math\\ndomain error')",
+        r"error: ValueError: math\ndomain error. This is a fault of",
+    ),
+    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system."),
+    "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
+    "too large": ("raise MemoryError", "error: out of memory. If you trust the file"),
+    "too long": ("raise FormatError('y' * 1000000)", "error: yyy"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
+    """That asks for a report where it is our fault, and shows where it happened when asked."""
+    code, message = FAULTS[case]
+    for debug in (False, True):
+        environment = {**ENVIRONMENT, "MTP_EXTRACT_DEBUG": str(int(debug))}
+
+        done = command(REPLACED.format(code=code) + INSPECT, sample, env=environment)
+
+        assert (done.returncode, done.stdout) == (1, "")
+        assert ("Traceback" in done.stderr) == debug
+        *_, last = done.stderr.splitlines()
+        assert last.startswith(message)
+        assert len(last) < 5000
+        assert debug or done.stderr.count("\n") == 1
+        assert ("MTP_EXTRACT_DEBUG=1" in last) == (case in ("a fault", "too deep"))
+
+
+def test_a_full_disk_is_named_before_the_error_that_is_still_in_a_buffer(sample: Path) -> None:
+    code = "say('half a result'); raise FormatError('the cause')"
+    with Path("/dev/full").open("w") as full:
+        done = command(REPLACED.format(code=code) + INSPECT, sample, stdout=full)
+    # The disk is what the user has to see to first.
     assert (done.returncode, done.stderr) == (1, "error: a file or standard output: No space left on device.\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(sample: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    assert "Traceback" not in command(INSPECT, sample, "--tensors", stdout=writer).stderr
+    try:
+        done = command(INSPECT, sample, "--tensors", stdout=writer)
+    finally:
+        os.close(writer)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_is_done_without(sample: Path, closed: str) -> None:
+    number = {"stdout": 1, "stderr": 2}[closed]
+    done = command(INSPECT, sample, preexec_fn=lambda: os.close(number))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("signature mtp_drafter" in done.stdout) == (closed == "stderr")
 
 
 @pytest.mark.parametrize(
     "content", [b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000, b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}']
 )
-def test_hostile_json(extracted: Path, tmp_path: Path, sample: Path, content: bytes) -> None:
+def test_json_that_is_none_is_refused_by_its_file(
+    extracted: Path, tmp_path: Path, sample: Path, content: bytes
+) -> None:
     folder = Path(shutil.copytree(extracted, tmp_path / "copy"))
     (folder / "config.json").write_bytes(content)
     with open_bundle(sample) as opened, pytest.raises(CheckpointError, match=r"config\.json"):

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.bounds import HANG, TooLongError, bounded, cpu_limit
+from helpers.bounds import TooLongError, bounded
 from helpers.fuzz_cases import bundle_bytes
 from seam import (
     CheckpointError,
@@ -229,71 +227,3 @@ def test_headers_with_other_than_integers(tmp_path: Path, key: str, value: objec
                 read_header(tmp_path / "x.safetensors")
         else:
             assert read_header(tmp_path / "x.safetensors")["a"].shape == (4,)
-
-
-REPLACED = """
-import mtp_extract.pipeline.inspection
-from mtp_extract.cli.terminal import say
-from mtp_extract.errors import FormatError
-def broken(*arguments, **named):
-    {code}
-mtp_extract.pipeline.inspection.inspect = broken
-"""
-MAIN = "from mtp_extract.cli.inspect import main; main()"
-
-
-def inspected(program: str, sample: Path, debug: bool = False, **given: Any) -> subprocess.CompletedProcess[str]:
-    """``mtp-inspect`` of the sample in a process of its own."""
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
-    return subprocess.run(
-        [sys.executable, "-c", program, str(sample)],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": cpu_limit(60), **given},
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "PYTHONPATH": paths, "MTP_EXTRACT_DEBUG": str(int(debug))},
-        check=False,
-    )
-
-
-FAULTS = {
-    "a fault": (
-        "raise ValueError('math\\ndomain error')",
-        r"error: ValueError: math\ndomain error. This is a fault of",
-    ),
-    "a file's": ("raise OSError(30, 'Read-only file system', 'x')", "error: x: Read-only file system."),
-    "too deep": ("f = lambda: f(); f()", "error: RecursionError: maximum recursion depth exceeded"),
-    "too large": ("raise MemoryError", "error: out of memory. If you trust the file"),
-    "too long": ("raise FormatError('y' * 1000000)", "error: yyy"),
-}
-
-
-@pytest.mark.parametrize("case", FAULTS)
-def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
-    """That asks for a report where it is our fault, and shows where it happened when asked."""
-    code, said = FAULTS[case]
-    for debug in (False, True):
-        done = inspected(REPLACED.format(code=code) + MAIN, sample, debug)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert ("Traceback" in done.stderr) == debug
-        *_, last = done.stderr.splitlines()
-        assert last.startswith(said)
-        assert len(last) < 5000
-        assert debug or done.stderr.count("\n") == 1
-        assert ("MTP_EXTRACT_DEBUG=1" in last) == (case in ("a fault", "too deep"))
-
-
-def test_an_error_is_said_where_the_result_cannot_be(sample: Path) -> None:
-    """What was printed before it is still in a buffer, for a disk that is full."""
-    code = "say('half a result'); raise FormatError('the cause')"
-    with Path("/dev/full").open("w") as full:
-        done = inspected(REPLACED.format(code=code) + MAIN, sample, stdout=full)
-    # The disk is what the user has to see to first.
-    assert (done.returncode, done.stderr) == (1, "error: a file or standard output: No space left on device.\n")
-
-
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_streams_that_are_closed(sample: Path, closed: str) -> None:
-    number = {"stdout": 1, "stderr": 2}[closed]
-    done = inspected(MAIN, sample, preexec_fn=lambda: os.close(number))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert ("signature mtp_drafter" in done.stdout) == (closed == "stderr")

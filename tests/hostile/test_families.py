@@ -5,8 +5,6 @@ Work is counted and not timed: tables and bytes that are read, numbers that are 
 
 from __future__ import annotations
 
-import json
-import shutil
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +23,6 @@ from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.surgery import Graph
 from helpers.twin_base import TWIN, edited_twin
 from seam import (
-    CheckpointError,
     FormatError,
     FoundRole,
     MtpExtractError,
@@ -37,7 +34,6 @@ from seam import (
     checkpoint_of,
     evaluate,
     flat,
-    inspect_checkpoint,
     model_of,
     open_bundle,
     parse_address,
@@ -46,7 +42,6 @@ from seam import (
     read,
     read_model,
     read_numbers,
-    read_object,
     read_prompts,
     roles_module,
     roles_of,
@@ -397,13 +392,6 @@ def test_signatures_of_a_base_that_share_one_graph_are_walked_once(
 # -- documents -------------------------------------------------------------------------------------------------------
 
 
-def test_a_deep_document_is_called_deep(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    with pytest.raises(CheckpointError, match=r"config\.json: nested more deeply"):
-        read_object(path)
-
-
 @pytest.mark.parametrize("depth", [70, 900])
 def test_messages_nested_without_end_are_no_prompt(tmp_path: Path, depth: int) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -417,15 +405,3 @@ def test_a_revision_that_is_no_text_names_nothing() -> None:
     assert parse_address("org/name@\udcff") is None
     with pytest.raises(MtpExtractError, match="Expected hf://"):
         parse_address("hf://org/name@\udcff/file")
-
-
-@pytest.mark.parametrize("shared", [[[]], [["lm_head"]]])
-def test_a_record_that_shares_nothing_with_nothing_is_refused(
-    extracted: Path, tmp_path: Path, shared: list[list[str]]
-) -> None:
-    place = tmp_path / "changed"
-    shutil.copytree(extracted, place)
-    record = json.loads((place / "extraction.json").read_text())
-    (place / "extraction.json").write_text(json.dumps({**record, "shared": shared}))
-    with pytest.raises(CheckpointError, match=r"extraction.json: .*shared"):
-        inspect_checkpoint(place)
