@@ -24,8 +24,6 @@ from mtp_extract.tuning.run import run_tuning
 
 from .conftest import Plans
 
-INTEGERS = ("gguf", "mlx", "compressed-tensors", "gemma")
-
 
 @pytest.fixture(scope="module")
 def tuned(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,14 +46,14 @@ def inserted(directory: Path, bundle: Path, out: Path) -> dict[str, torch.Tensor
         return load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
 
 
-@pytest.mark.parametrize("format_", INTEGERS)
-def test_into_every_format_of_integers(tuned: Path, tmp_path: Path, format_: str) -> None:
-    """Codes are kept; only GGUF rounds their scales."""
-    made = convert(tuned, tmp_path / "made", format=format_)
-    assert made.record["tuning"] == verify(tuned)["tuning"] and made.integers
-    after = weights(tmp_path / "made")
+def test_its_codes_are_kept_in_another_format(tuned: Path, tmp_path: Path) -> None:
+    """As those of any checkpoint, format by format: ``tests/formats/test_integer_formats.py``."""
+    converted = convert(tuned, tmp_path / "converted", format="compressed-tensors")
+
+    assert converted.record["tuning"] == verify(tuned)["tuning"] and converted.integers
+    after = weights(tmp_path / "converted")
     for path, weight in weights(tuned).items():
-        torch.testing.assert_close(after[path], weight, rtol=1e-2 if format_ == "gguf" else 4e-3, atol=1e-2)
+        torch.testing.assert_close(after[path], weight, rtol=4e-3, atol=1e-2)
 
 
 def test_it_is_shown(tuned: Path, extracted: Path) -> None:
@@ -88,20 +86,28 @@ def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Plans, tmp_path: Path) 
     assert all(torch.equal(inside[name], after[name]) for name in names)
 
 
-@pytest.mark.parametrize("format_", [*INTEGERS, "litert"])
-def test_from_every_format(plan: Plans, extracted: Path, tmp_path: Path, format_: str) -> None:
-    """What is written is of the format it came in; floats where there is room for integers alone are refused early."""
+@pytest.mark.parametrize(("format_", "mode"), [("gguf", "qat"), ("gemma", "qat"), ("litert", "norms")])
+def test_what_is_tuned_is_written_in_the_format_it_came_in(
+    plan: Plans, extracted: Path, tmp_path: Path, format_: str, mode: str
+) -> None:
     convert(extracted, tmp_path / "origin", format=format_)
-    mode = "norms" if format_ == "litert" else "qat"
-    found = run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode=mode, learning_rate=0.002))
+
+    outcome = run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode=mode, learning_rate=0.002))
+
     old, new = (verify(tmp_path / name) for name in ("origin", "tuned"))
     assert (new["layout"], new["dtype"]) == (old["layout"], old["dtype"])
     before, after = weights(tmp_path / "origin"), weights(tmp_path / "tuned")
-    assert found.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
-    if format_ in ("mlx", "compressed-tensors", "gemma"):
-        with pytest.raises(UnsupportedError, match=r"origin: .* room for what the mode float makes"):
-            run_tuning(plan(tmp_path / "f", directory=tmp_path / "origin", mode="float", work=tmp_path / "work"))
-        assert not (tmp_path / "work").exists()
+    assert outcome.record["best_step"] == 0 or any(not torch.equal(before[path], after[path]) for path in before)
+
+
+@pytest.mark.parametrize("format_", ["mlx", "compressed-tensors", "gemma"])
+def test_floats_are_refused_early_where_there_is_room_for_integers_alone(
+    plan: Plans, extracted: Path, tmp_path: Path, format_: str
+) -> None:
+    convert(extracted, tmp_path / "origin", format=format_)
+    with pytest.raises(UnsupportedError, match=r"origin: .* room for what the mode float makes"):
+        run_tuning(plan(tmp_path / "f", directory=tmp_path / "origin", mode="float", work=tmp_path / "work"))
+    assert not (tmp_path / "work").exists()
 
 
 def test_floats_have_no_grid(plan: Plans, extracted: Path, tmp_path: Path) -> None:
