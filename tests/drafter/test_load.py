@@ -142,12 +142,6 @@ def test_transformers_config_errors(
         load_drafter(saved(GEOMETRIES["dense"], text_config=text, **changes))
 
 
-def test_the_12b_type_is_accepted(saved: Save) -> None:
-    directory = saved(GEOMETRIES["k-eq-v"], model_type="gemma4_unified_assistant")
-    kv = read_checkpoint(directory).config.kv_layers
-    assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -158,12 +158,3 @@ def test_a_query_that_is_doubled_again_and_again(place: str) -> None:
     with bounded(20, memory=1 << 28), pytest.raises(MtpExtractError) as raised:
         prove(Memory(graph.data()))
     assert "Unable to allocate" not in str(raised.value)
-
-
-def test_an_input_that_has_numbers_of_its_own_is_refused() -> None:
-    """Whether the runtime's are read, or these, is not said."""
-    graph = sound("torch")
-    mask = graph.input("mask")
-    graph.main.tensors[mask].buffer = graph.buffer(np.ones(graph.shape(mask), np.bool_).tobytes())
-    with pytest.raises(MtpExtractError, match="numbers are stored for it"):
-        prove(Memory(graph.data()))

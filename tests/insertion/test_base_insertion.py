@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable
@@ -11,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ai_edge_litert import schema_py_generated as schema
 from helpers import bases
 from helpers.bases import PREFIX, Weights, base_with, patched, places_of, scale_of
 from helpers.commands import run_here
-from helpers.make_bundle import added, code_of, kind, set_buffer
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_base, sample_bundle
@@ -134,90 +131,24 @@ def test_what_has_no_place_is_refused(
     assert not list(tmp_path.glob("*.litertlm"))
 
 
-def _share(sample: Path, out: Path, other: str | None) -> Path:
-    """As converters do with equal constants: one buffer for layer 0's K norm and another role, or the V norm's ones."""
+def _share(sample: Path, out: Path) -> Path:
+    """As converters do with equal constants: one buffer for layer 0's K norm and the V norm's ones."""
     own = places_of(sample, "layers.0.k_norm")
-    theirs = places_of(sample, other) if other else own
 
     def share(model: Any) -> None:
-        for (_, mine), (_, given) in zip(own, theirs, strict=True):
-            graph = model.subgraphs[mine.subgraph]
-            held = graph.tensors[given.index].buffer
-            if other is None:
-                data = {i: model.buffers[i].data for i in {tensor.buffer for tensor in graph.tensors}}
-                held = next(i for i, own in data.items() if own is not None and bytes(own) == ONES)
-            graph.tensors[mine.index].buffer = held
+        for _, tensor in own:
+            graph = model.subgraphs[tensor.subgraph]
+            data = {i: model.buffers[i].data for i in {other.buffer for other in graph.tensors}}
+            ones = next(i for i, stored in data.items() if stored is not None and bytes(stored) == ONES)
+            graph.tensors[tensor.index].buffer = ones
 
     return bases.edited_section(out, "prefill_decode", share)
 
 
 def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
-    bundle, new = _share(sample, tmp_path / "shared.litertlm", None), tmp_path / "new.litertlm"
+    bundle, new = _share(sample, tmp_path / "shared.litertlm"), tmp_path / "new.litertlm"
     with pytest.raises(UnsupportedError, match=r"layers\.0\.k_norm: .* which plays no role, in the same bytes"):
         put(base_with(tmp_path / "base", tuned), bundle, new)
-
-
-def test_roles_that_share_a_constant_must_agree(sample: Path, tmp_path: Path) -> None:
-    bundle, new = _share(sample, tmp_path / "shared.litertlm", "layers.0.q_norm"), tmp_path / "new.litertlm"
-    with pytest.raises(UnsupportedError, match=r"the file stores layers\.0\.[kq]_norm in the same bytes, and the two"):
-        put(base_with(tmp_path / "base", tuned), bundle, new)
-
-    def agreeing(weights: Weights) -> None:
-        tuned(weights)
-        weights[f"{LAYER}self_attn.k_norm.weight"] = weights[f"{LAYER}self_attn.q_norm.weight"]
-
-    base = base_with(tmp_path / "agreeing", agreeing)
-    put(base, bundle, new)
-    assert compared(new, base).problem is None
-
-
-def _tables(model: Any) -> None:
-    """One table a layer, as the published bundles have them: looked up, scaled, and joined."""
-    graph = model.subgraphs[0]
-    lookup = next(op for op in graph.operators if kind(model, op) == "EMBEDDING_LOOKUP")
-    first, table, found = lookup.inputs[0], graph.tensors[lookup.inputs[1]], graph.tensors[lookup.outputs[0]]
-    codes = np.frombuffer(bytes(model.buffers[table.buffer].data), np.int8).reshape(table.shape)
-    pieces, operators = [], []
-    for layer in range(6):
-        own, part = copy.deepcopy(table), copy.deepcopy(found)
-        own.shape, part.shape = [512, 32], [1, 32]
-        # Each table has scales of its own.
-        own.quantization.scale = (np.asarray(table.quantization.scale) * (1 + layer)).astype(np.float32)
-        set_buffer(model, own, np.ascontiguousarray(codes[:, 32 * layer : 32 * layer + 32]).tobytes())
-        op = copy.deepcopy(lookup)
-        op.inputs, op.outputs = [first, added(graph.tensors, own)], [added(graph.tensors, part)]
-        operators.append(op)
-        pieces += op.outputs
-    join = schema.OperatorT(
-        opcodeIndex=code_of(model, "CONCATENATION"),
-        inputs=pieces,
-        outputs=[lookup.outputs[0]],
-        builtinOptionsType=schema.BuiltinOptions.ConcatenationOptions,
-        builtinOptions=schema.ConcatenationOptionsT(axis=1),
-    )
-    at = graph.operators.index(lookup)
-    graph.operators[at : at + 1] = [*operators, join]
-    # The old table goes, so that no constant is left over.
-    table.buffer = 0
-
-
-def test_a_table_for_each_layer_is_one_weight(tmp_path: Path) -> None:
-    bundle = bases.edited_section(tmp_path / "tables.litertlm", "per_layer_embedder", _tables)
-    name = f"{PREFIX}embed_tokens_per_layer.weight"
-
-    def scaled(weights: Weights) -> None:
-        weights[name] = weights[name] * np.repeat(np.arange(1, 7, dtype=np.float32), 32)
-
-    base = base_with(tmp_path / "base", scaled)
-    assert len(places_of(bundle, "embed_tokens_per_layer")) == 6
-    # Rows were quantized as wholes: their parts do not reach the last code, and are within half a step.
-    assert compared(bundle, base).problem is None
-    new, out = base_with(tmp_path / "tuned", tuned), tmp_path / "new.litertlm"
-    put(new, bundle, out)
-    found = compared(out, new)
-    assert found.problem is None
-    verdicts = {role.role: role.verdict for role in found.roles}
-    assert verdicts["embed_tokens_per_layer"] == HALF_STEP
 
 
 def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adversary.edits import Edit, edge, over_int, through
+from adversary.edits import Edit, edge, over_int
 from helpers.make_bundle import Memory
 from helpers.surgery import sound
 from helpers.variant_files import variant
-from seam import Proof, UnsupportedError, in_words, prove
+from seam import Proof, in_words, prove
 
 from mtp_extract import extract
 
@@ -73,12 +73,3 @@ def test_an_extraction_says_so_in_one_line(tmp_path: Path, layout: str, ending: 
     lines = [note for note in result.notes if "in the bundle" in note]
     assert lines == [f"40 activations are INT8 in the bundle (steps 0.0135 to 0.0946){ending}"]
     assert any("40 activations are INT8" in line and "-1.72 to 1.71" in line for line in result.record["proof"])
-
-
-@pytest.mark.parametrize(
-    ("place", "edit", "noun"),
-    [("0.scores", through(np.int32), "INT32"), ("1.stream", through(np.int32), "INT32")],
-)
-def test_activations_cut_to_integers_are_refused(place: str, edit: Edit, noun: str) -> None:
-    with pytest.raises(UnsupportedError, match=noun):
-        proven(place, edit)
