@@ -9,7 +9,7 @@ from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_in
-from mtp_extract.report.card import NAMED, roundings
+from mtp_extract.report.card import NAMED, PROVEN, roundings, verdict_word
 from mtp_extract.report.serving import next_command
 
 if TYPE_CHECKING:
@@ -33,27 +33,36 @@ def show_written(
     numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
     holds = f"{result.integers} weights as integers" if result.integers else numbers
     say(f"Wrote {where}/ ({record['layout']} format, {holds}, {total}), read back and compared")
+    _say_evidence(kind, record, where, verbose=verbose)
+    if verbose:
+        table([[file, size(length)] for file, length in result.files.items()])
+    say_notes(result.notes)
+    command = next_command(engine.lower(), record, result.directory) if engine else None
+    say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
+
+
+def _say_evidence(kind: Architecture, record: Mapping[str, Any], where: str, *, verbose: bool) -> None:
+    """What is shown of what was written, or of what was converted claimed by its record, which anybody can write."""
     if (proof := record["proof"]) is not None:
-        # Of a directory that was converted nothing was held against a bundle, and anybody can write a record.
         claimed = "extraction.json says that it was verified when it was extracted"
-        verdict = claimed if record["converted_from"] else "Verified"
+        verdict = claimed if record["converted_from"] else verdict_word(PROVEN)
         before = "before rounding, " if is_rounded(record) else ""
         if verbose:
             say_proof(f"{verdict}: {before}".rstrip(" :,"), proof)
         else:
             claim = "the checkpoint computes what the bundle computes, for every input, in real numbers"
             say(f"{verdict}: {before}{claim}")
-    elif why := record.get("not_proven"):
-        by = " when it was extracted" if record["converted_from"] else ""
-        say(f"Not proven{by}, {NAMED}: {escape('; '.join(why), longest=2000)}")
+    elif record.get("not_proven"):
+        say_not_proven(record)
         say(f"With mtp-validate {where} --source FILE it is measured against Google's interpreter.")
     elif kind.is_bundled:
-        say("Not verified: no record says which file it came from")
-    if verbose:
-        table([[file, size(length)] for file, length in result.files.items()])
-    say_notes(result.notes)
-    command = next_command(engine.lower(), record, result.directory) if engine else None
-    say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
+        say(f"{verdict_word(None)}: no record says which file it came from")
+
+
+def say_not_proven(record: Mapping[str, Any], indent: str = "") -> None:
+    """Why a drafter's graph was not proven, and what stands for the proof."""
+    when = " when it was extracted" if record["converted_from"] else ""
+    say(f"{indent}{verdict_word(NAMED)}{when}: {escape('; '.join(record['not_proven']), longest=2000)}")
 
 
 def is_rounded(record: Mapping[str, Any]) -> bool:

@@ -100,8 +100,9 @@ def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
     if result.proof is not None:
         from mtp_extract.proof.proof import in_words
+        from mtp_extract.report.card import PROVEN, verdict_word
 
-        say_proof("Verified", in_words(result.proof))
+        say_proof(verdict_word(PROVEN), in_words(result.proof))
     say_notes(result.notes[len(plan.notes) :])
 
 

@@ -12,11 +12,10 @@ import typer
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.cli._command import AsJson, program
-from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_proof
+from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.formats import architecture_in
-from mtp_extract.report.card import NAMED
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
@@ -114,8 +113,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
         say(f"  {what} from {escape(record['source']['name'])} by {tool}")
         _say_changes(record)
-        if why := record.get("not_proven"):
-            say(f"  Not proven, {NAMED}: {escape('; '.join(why), longest=2000)}")
+        if record.get("not_proven"):
+            say_not_proven(record, indent="  ")
     else:
         say(f"{place}: without extraction.json")
     if report["against"] is None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -27,12 +27,24 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
-PROVEN = "proven"
-MEASURED = "measured"
-NAMED = "named"
+PROVEN: Final = "proven"
+MEASURED: Final = "measured"
+NAMED: Final = "named"
 """How sure it is that a checkpoint computes what its file computes: the same for every input, as its graph shows; the
 same as Google's interpreter for so many inputs; or nothing but that its weights were found, by place and by name.
 """
+
+_VERDICT_WORDS = {PROVEN: "Verified", MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
+
+
+def verdict_word(evidence: str | None, *, is_refuted: bool = False) -> str:
+    """The verdict in a word or two, of what this run has shown: the one place where it is said.
+
+    Args:
+        evidence: :data:`PROVEN`, :data:`MEASURED` or :data:`NAMED`; None where nothing was shown.
+        is_refuted: whether it was shown that the checkpoint is not what its file holds.
+    """
+    return "Refuted" if is_refuted else _VERDICT_WORDS.get(evidence or "", "Not verified")
 
 
 class Verdict(Excerpt):

@@ -11,7 +11,7 @@ from mtp_extract.errors import several
 from mtp_extract.evaluation.agreement import Change
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.pipeline.identity import NEEDED
-from mtp_extract.report.card import MEASURED, NAMED, PROVEN
+from mtp_extract.report.card import MEASURED, NAMED, PROVEN, verdict_word
 from mtp_extract.report.numbers import format_number, format_rate
 from mtp_extract.report.page import Headline
 from mtp_extract.validation.controls import ControlResult
@@ -27,9 +27,8 @@ _MEANS = {
 
 
 Evidence = Literal["proven", "measured", "named"]
-_NOT_PROVEN = {MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
 _IDENTITY = {
-    PROVEN: "Verified: its weights, settings and outputs are those of the file.",
+    PROVEN: f"{verdict_word(PROVEN)}: its weights, settings and outputs are those of the file.",
     MEASURED: "Its weights are those of the file, and its outputs for the inputs that were tried.",
     NAMED: "Its weights are those of the file; its outputs were not compared.",
 }
@@ -83,19 +82,10 @@ def _names(validation: Validation) -> dict[bool | None, list[str]]:
 def _evidence(validation: Validation, names: Mapping[bool | None, Sequence[str]]) -> Evidence | None:
     """For what it is shown that this is the drafter of the file."""
     if validation.verified:
-        return "proven"
+        return PROVEN
     if validation.refuted or not {*names[True], "function"}.issuperset(NEEDED):
         return None
-    return "measured" if "interpreter" in names[True] else "named"
-
-
-def _verdict_word(validation: Validation) -> str:
-    """The verdict in a word or two: never a stronger one than what was checked."""
-    if validation.refuted:
-        return "Refuted"
-    if validation.verified:
-        return "Verified"
-    return _NOT_PROVEN.get(validation.evidence or "", "Not verified")
+    return MEASURED if "interpreter" in names[True] else NAMED
 
 
 def headlines(validation: Validation) -> list[Headline]:
@@ -122,9 +112,9 @@ def _identity_headline(validation: Validation) -> Headline:
             counted += f", {word}: {', '.join(names[answer])}"
     return Headline(
         "Verdict",
-        _verdict_word(validation),
+        verdict_word(PROVEN if validation.verified else validation.evidence, is_refuted=validation.refuted),
         counted if validation.checks else "compared with no file",
-        _IDENTITY.get(validation.evidence or "", _IDENTITY["proven"]),
+        _IDENTITY.get(validation.evidence or "", _IDENTITY[PROVEN]),
         "bad" if validation.refuted else "good" if validation.verified else "",
     )
 

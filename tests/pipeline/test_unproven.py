@@ -97,7 +97,7 @@ def test_the_weights_are_those_of_the_proven_drafter_and_nothing_calls_it_verifi
     assert re.search(r"op \d+ (LEAKY_)?RELU", record["not_proven"][0])
     assert re.search(r"(\d+) of \1 matrices by place, (\d+) of \2 vectors by place", record["not_proven"][-1])
     words = words_of(done, made)
-    assert "Not proven, named" in words and "is not proven" in words
+    assert "Named, not proven" in words and "is not proven" in words
     assert not re.search(r"(?i)\bverified\b|^proven", words, re.MULTILINE)
 
 

@@ -18,6 +18,7 @@ from helpers.schemas import validator
 from huggingface_hub import ModelCard
 from seam import verify
 
+import mtp_extract
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
@@ -82,6 +83,12 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
             ("rounded", "report.json", "Proven", "BASE_MODEL", "not said", "| SHA-256 |", "| sha256 |"),
         ),
         ({"proof": ["all holds", "but one"]}, ("Proven before this was written: all holds; but one.",), ()),
+        # What was converted was not held against its file: anybody can write a record.
+        (
+            {"proof": ["all holds"], "converted_from": [RECORD]},
+            ("The record says that it was proven when it was extracted: all holds.",),
+            ("Proven before",),
+        ),
         (
             {"known_as": None, "source": UNKNOWN},
             ("BASE_MODEL", "--against BUNDLE.litertlm", 'license: "other"', "terms of whoever made it hold"),
@@ -248,3 +255,11 @@ def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
 def test_the_source_is_named_as_a_command_opens_it() -> None:
     wanted = HubAddress("litert-community/gemma-4-E4B-it-litert-lm", "gemma-4-E4B-it.litertlm", "c" * 40)
     assert parse_address(COMMIT) == wanted
+
+
+def test_every_verdict_is_said_in_one_place() -> None:
+    """By a function that is given what was shown: a literal elsewhere would be said of anything."""
+    package = Path(mtp_extract.__file__).parent
+    for word in ("Verified", "Refuted", "Not verified", "Measured, not proven", "Named, not proven"):
+        places = [path.name for path in package.rglob("*.py") if f'"{word}' in path.read_text(encoding="utf-8")]
+        assert places == ["card.py"], word
