@@ -20,7 +20,7 @@ from mtp_extract.insertion.base_checkpoint import holds_base
 from mtp_extract.insertion.comparison import BaseComparison, compare_base
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.io.opening import checkpoint_here, is_checkpoint, require_checkpoint
+from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.pipeline import inspection
@@ -131,7 +131,7 @@ def insert(
             why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
             raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
         # Before anything is read: only static grids want it, and loading it would find out last.
-        require_checkpoint(base)
+        checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
         measuring = _measuring(source, base, say, show)
     with planned_insertion(
         source, bundle, **measuring, graph_from=graph_from, section=section, progress=progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,9 @@ def is_checkpoint(place: str | os.PathLike[str]) -> bool:
     return os.path.isdir(place) or (os.fspath(place).endswith(".gguf") and os.path.isfile(place))
 
 
-def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, largest: int = _LARGEST) -> str:
+def checkpoint_here(
+    source: str | os.PathLike[str], *, or_bundle: bool = False, largest: int = _LARGEST, fetch: bool = True
+) -> str:
     """The path of a checkpoint: of one on the Hub that in the Hub's cache, into which it is fetched; else ``source``.
 
     On the Hub it is a repository, or a folder of one, with a ``config.json``.
@@ -162,6 +164,7 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
     Args:
         or_bundle: ``source`` may also mean a bundle, and stays as it is where it does.
         largest: bytes to be fetched at most.
+        fetch: else nothing is fetched, and all that is done is to see that there is one, here or on the Hub.
 
     Raises:
         SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
@@ -169,78 +172,44 @@ def checkpoint_here(source: str | os.PathLike[str], *, or_bundle: bool = False, 
     """
     from huggingface_hub import constants, snapshot_download
 
-    address = _checkpoint_address(source, or_bundle=or_bundle)
-    if address is None or (or_bundle and address.is_file):
-        place = _with_slashes(source)
-        if os.path.isdir(place):
-            _check_merged(escape(place), os.listdir(place))
-        return place
-    folder = _folder_of(address)
+    # A Path has lost one of its slashes.
+    text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
+    folder = None if os.path.lexists(text) else parse_address(text)
+    if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
+        what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
+        raise SourceError(f"{public_url(text)}: {what}")
+    if folder is None or (or_bundle and folder.is_file):
+        if os.path.isdir(text):
+            _check_merged(escape(text), os.listdir(text))
+        return text
+    folder = replace(folder, path=f"{folder.path.rstrip('/')}/" if folder.path else "")
     if or_bundle or not constants.HF_HUB_OFFLINE:
         sizes = _sizes(folder, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
-            return _with_slashes(source)
-        _check_listing(folder, sizes)
-        if (size := sum(sizes.values())) > largest:
-            excess = (
-                f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
-            )
-            raise SourceError(f"{address.name}: {excess}. Name a folder with less, or a smaller model.")
-    pattern = f"{glob.escape(folder.path)}*"
+            return text
+        _check_listing(folder, sizes, largest)
+    if not fetch:
+        return text
 
-    def fetch() -> str:
+    def download() -> str:
+        pattern = f"{glob.escape(folder.path)}*"
         try:
-            return snapshot_download(address.repository, revision=address.revision, allow_patterns=pattern)
+            return snapshot_download(folder.repository, revision=folder.revision, allow_patterns=pattern)
         except RuntimeError as error:  # so hf_xet says that the Hub's storage fails
-            raise FaultError(address.name, f"the storage failed: {without_secrets(str(error))}") from None
+            raise FaultError(folder.name, f"the storage failed: {without_secrets(str(error))}") from None
 
-    return os.path.join(ask_patiently(address.name, fetch), folder.path).rstrip("/")
-
-
-def require_checkpoint(source: str) -> None:
-    """Check that ``source`` is the directory of a checkpoint, or one on the Hub, of which nothing is fetched.
-
-    Raises:
-        SourceError: there is none.
-        CheckpointError: it is a LoRA adapter.
-    """
-    address = _checkpoint_address(source)
-    if address is not None:
-        folder = _folder_of(address)
-        _check_listing(folder, _sizes(folder, None))
-    elif os.path.isdir(source):
-        _check_merged(escape(source), os.listdir(source))
-    else:
-        what = "expected the directory of a checkpoint, or its id on the Hugging Face Hub, found neither"
-        raise SourceError(f"{escape(source)}: {what}. Check the path.")
+    return os.path.join(ask_patiently(folder.name, download), folder.path).rstrip("/")
 
 
-def _checkpoint_address(source: str | os.PathLike[str], *, or_bundle: bool = False) -> HubAddress | None:
-    """What ``source`` names on the Hub; None for a path; ``or_bundle`` also for a URL of another site."""
-    text = _with_slashes(source)
-    address = None if os.path.lexists(text) else parse_address(text)
-    if address is None and "://" in text and not or_bundle:
-        what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
-        raise SourceError(f"{public_url(text)}: {what}")
-    return address
-
-
-def _with_slashes(source: str | os.PathLike[str]) -> str:
-    """``source`` as text; where it is an address in a Path, with the slash that it lost."""
-    return re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
-
-
-def _folder_of(address: HubAddress) -> HubAddress:
-    """The repository, or the folder of one, that ``address`` names, whether it ends in a slash or not."""
-    return replace(address, path=f"{address.path.rstrip('/')}/" if address.path else "")
-
-
-def _check_listing(folder: HubAddress, paths: Collection[str]) -> None:
-    """Check that the files ``paths`` of ``folder`` are those of a checkpoint."""
-    _check_merged(folder.name, paths)
-    if f"{folder.path}config.json" not in paths:
-        excess = f"found {few(paths) or 'no files'}. Name another, or download a file and give its path."
+def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -> None:
+    """Check that the files of ``folder`` are those of a checkpoint, and have ``largest`` bytes at most."""
+    _check_merged(folder.name, sizes)
+    if f"{folder.path}config.json" not in sizes:
+        excess = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
         raise SourceError(f"{folder.name}: expected a folder with a config.json, {excess}")
+    if (size := sum(sizes.values())) > largest:
+        excess = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
+        raise SourceError(f"{folder.name}: {excess}. Name a folder with less, or a smaller model.")
 
 
 def _check_merged(name: str, paths: Collection[str]) -> None:
