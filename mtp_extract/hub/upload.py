@@ -192,27 +192,34 @@ def upload(
     if dry_run:
         return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
 
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
-    secret = token or get_token()
-    if not secret:
-        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
+    secret = _secret(token)
     with _explained(repo_id, secret) as changes:
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
-        listing = _entries(api.list_repo_tree(repo_id, recursive=True)) if api.repo_exists(repo_id) else None
-        entries = {path: entry for path, entry in (listing or {}).items() if not beside or path in paths}
+        is_there = api.repo_exists(repo_id)
+        entries = _entries(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
+        if beside:
+            entries = {path: entry for path, entry in entries.items() if path in paths}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
         if not force:
             _check_others(repo_id, entries, set(paths) - set(sent))
-        if listing is None:
+        if not is_there:
             if beside:
                 raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
             api.create_repo(repo_id, private=private)
             changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
         commit = _commit(api, repo_id, adds)
-    return UploadResult(repo_id, url, commit, private, False, listing is None, sent, files, notes)
+    return UploadResult(repo_id, url, commit, private, False, not is_there, sent, files, notes)
+
+
+def _secret(token: str | None) -> str:
+    """``token``, or the one that is left by a login; HubError where there is none, or nobody to show it to."""
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
+    if not (secret := token or get_token()):
+        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
+    return secret
 
 
 def _check_name(repo_id: str) -> None:

@@ -11,7 +11,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, BinaryIO, TypeVar
 
@@ -107,38 +107,47 @@ class RemoteSource(FileSource):
         """Fetch the blocks from ``block`` up to ``last``, and keep each as soon as it is whole."""
         from huggingface_hub import constants, get_session
 
-        at, end = block * _BLOCK, min(last * _BLOCK, self.size)
-        headers = {**self._headers, "Range": f"bytes={at}-{end - 1}"}
+        begin, end = block * _BLOCK, min(last * _BLOCK, self.size)
+        headers = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
         timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
         get = get_session().stream("GET", self._url, headers=headers, timeout=timeout, follow_redirects=True)
         with get as response:
             check_redirects(self.name, *(str(hop.url) for hop in (*response.history, response)))
-            end = self._examine(response, at, end)
-            since, arrived = time.monotonic(), 0
-            # As it comes: collecting it into larger pieces would hide a trickle, and lose more when it breaks.
-            for piece in response.iter_raw():
-                if at + len(piece) > end:
-                    raise FaultError(self.name, "the server sent more bytes than it announced")
-                write_all(self.file.fileno(), piece, at)
-                at, arrived = at + len(piece), arrived + len(piece)
-                self._here.update(range(block, last if at == end else at // _BLOCK))
-                block = at // _BLOCK
-                show(at)
-                if (passed := time.monotonic() - since) > _WINDOW:
-                    if arrived < _LEAST:
-                        raise FaultError(self.name, f"the server is too slow: {arrived} bytes in {passed:.0f} seconds")
-                    since, arrived = since + passed, 0
+            self._check_status(response, begin)
+            self._check_is_same(response.headers)
+            end = min(end, self.size)
+            self._check_range(response.headers, begin, end)
+            self._keep(response.iter_raw(), begin, end, show)
+
+    def _keep(self, pieces: Iterable[bytes], begin: int, end: int, show: Callable[[int], None]) -> None:
+        """Write what comes of ``[begin, end)`` as it comes: larger pieces would hide a trickle, and lose more."""
+        at = begin
+        since, arrived = time.monotonic(), 0
+        for piece in pieces:
+            if at + len(piece) > end:
+                raise FaultError(self.name, "the server sent more bytes than it announced")
+            write_all(self.file.fileno(), piece, at)
+            whole_before = at // _BLOCK
+            at += len(piece)
+            self._here.update(range(whole_before, -(-at // _BLOCK) if at == end else at // _BLOCK))
+            show(at)
+
+            arrived += len(piece)
+            if (passed := time.monotonic() - since) > _WINDOW:
+                if arrived < _LEAST:
+                    raise FaultError(self.name, f"the server is too slow: {arrived} bytes in {passed:.0f} seconds")
+                since, arrived = since + passed, 0
         if at < end:
             raise FaultError(self.name, f"the answer ended {end - at} bytes early")
 
-    def _examine(self, response: Any, begin: int, end: int) -> int:
-        """Check status and headers of an answer, and hold them against the first one's; where what follows ends.
+    def _check_status(self, response: Any, begin: int) -> None:
+        """Check that an answer is bytes from ``begin``, as they are.
 
         Raises FaultError where another attempt may do, else SourceError; OSError where the status is an error's.
         """
         from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # public, not in __all__
 
-        status, headers = int(response.status_code), response.headers
+        status = int(response.status_code)
         if status in (401, 403, 410):
             refused = f"the server refuses access ({status})"
             # What the Hub redirects to is signed for a while, and anew for each request.
@@ -147,10 +156,13 @@ class RemoteSource(FileSource):
             # The size was told before; a cache on the way may have lost the file, or have another one.
             raise FaultError(self.name, f"the server denies that the file goes beyond byte {begin} (416)")
         hf_raise_for_status(response)
-        if status != 206 or headers.get("content-encoding", "identity") != "identity":
+        if status != 206 or response.headers.get("content-encoding", "identity") != "identity":
             odd = f"expected a range of bytes (206) as they are, found another answer ({status})"
             # A server that has sent ranges, or the Hub, does so again; of another one it is the last word.
             raise FaultError(self.name, odd) if self._told else self._refused(odd)
+
+    def _check_is_same(self, headers: Mapping[str, str]) -> None:
+        """Check that an answer is of the file that the first one was of, and take over its size."""
         size = headers.get("content-range", "").rpartition("/")[2]
         if not _SIZE.fullmatch(size):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
@@ -161,13 +173,14 @@ class RemoteSource(FileSource):
         if not _STRONG.fullmatch(str(stated["ETag"])) and not stated["Last-Modified"]:
             raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
         self.size = int(size)
-        end = min(end, self.size)
+
+    def _check_range(self, headers: Mapping[str, str], begin: int, end: int) -> None:
+        """Check that an answer holds ``[begin, end)``, and says how long it is."""
         # Without a length, what follows the head may be another head as well.
-        wanted = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
+        wanted = {"Content-Range": f"bytes {begin}-{end - 1}/{self.size}", "Content-Length": str(end - begin)}
         for what, value in wanted.items():
             if (header := headers.get(what, "none")) != value:
                 raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(header, 60)}")
-        return end
 
     def _refused(self, why: str) -> SourceError:
         return SourceError(f"{self.name}: {why}. {_BY_HAND}")
