@@ -1,4 +1,4 @@
-"""What ``extraction.json`` holds, for tests that extract nothing; and a record made to agree with what lies there."""
+"""Documents for tests that extract and measure nothing; and a record made to agree with what lies there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def forge(directory: Path) -> None:
@@ -36,57 +38,11 @@ def ordered_head(name: str) -> dict[str, Any]:
     return shared | dict.fromkeys(("top_k", "centroids", "rows_read", "rows_dense"), 1000)
 
 
-RECORD: dict[str, Any] = {
-    "format_version": 5,
-    "tool": {"name": "mtp-extract", "version": "1.2.3"},
-    "source": {
-        "name": "gemma-4-E4B-it.litertlm",
-        "size": 3659530240,
-        "kind": "litertlm",
-        "version": "1.7.0",
-        "provenance": {
-            "repository": "litert-community/gemma-4-E4B-it-litert-lm",
-            "path": "gemma-4-E4B-it.litertlm",
-            "revision": "main",
-            "commit": "c" * 40,
-        },
-        "section": {
-            "index": 11,
-            "begin": 3614392320,
-            "end": 3659530240,
-            "sha256": "5" * 64,
-            "found_by": "model_type",
-            "signature": "serving_default",
-        },
-    },
-    "converted_from": [],
-    "known_as": "Gemma 4 E4B",
-    "layout": "transformers",
-    "dtype": "bf16",
-    "rounded": ["BF16"],
-    "rule": None,
-    "geometry": {
-        "backbone_hidden_size": 2560,
-        "hidden_size": 256,
-        "intermediate_size": 2048,
-        "vocab_size": 262144,
-        "num_layers": 1,
-        "num_heads": 4,
-        "head_dims": [256],
-        "num_kv_heads": [1],
-        "layer_types": ["sliding_attention"],
-        "sliding_window": 512,
-        "rope": {"sliding_attention": {"theta": 10000.0, "partial_rotary_factor": 1.0}},
-        "final_logit_softcap": None,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "files": {},
-    "shared": [],
-    "activations": {},
-    "proof": None,
-}
+RECORD: dict[str, Any] = json.loads((DATA / "record.json").read_text(encoding="utf-8"))
+"""What ``extraction.json`` holds, for tests that extract nothing."""
 
+REPORT: dict[str, Any] = json.loads((DATA / "report.json").read_text(encoding="utf-8"))
+"""What ``report.json`` holds, for tests that measure nothing."""
 
 TUNING = {**tuning("a base"), "mode": "qat"}
 """A tuning."""

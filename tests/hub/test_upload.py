@@ -12,7 +12,7 @@ import pytest
 from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
-from helpers.report_document import REPORT
+from helpers.record_document import REPORT
 from seam import verify
 
 import mtp_extract

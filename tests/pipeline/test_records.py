@@ -9,7 +9,7 @@ from typing import Any
 
 import fastjsonschema
 import pytest
-from helpers.report_document import REPORT
+from helpers.record_document import REPORT
 from helpers.schemas import validator
 
 from mtp_extract import extract

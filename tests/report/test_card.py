@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.record_document import RECORD, tuning
-from helpers.report_document import REPORT
+from helpers.record_document import RECORD, REPORT, tuning
 from helpers.schemas import validator
 from huggingface_hub import ModelCard
 from seam import verify

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.report_document import REPORT
+from helpers.record_document import REPORT
 from helpers.web import HOSTILE
 from helpers.web import Page as WebPage
 
