@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python scripts/doctor_faults.py [SOUND RUNS [DIR BASE PROMPTS]]
 
-Our own loop is the engine, with a fault of ``tests/helpers/planted_faults.py`` in it, on the packaged sample or on the
+Our own loop is the engine, with a fault of ``_planted_faults.py`` in it, on the packaged sample or on the
 pair that is given. Counters are told by step, as by vLLM, or as totals, as by llama-server; as they are, or with noise:
 rounds of other requests (Poisson, 0.5 a text), and three drafts in a hundred not counted. Every second prompt is asked.
 With SOUND RUNS, which take a third of the prompts each, drawn by their number, nothing is planted.
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from _planted_faults import PLANTED, near_overflow
 from helpers.loop_server import played
-from helpers.planted_faults import PLANTED, near_overflow
 
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.doctor.counts import Counts

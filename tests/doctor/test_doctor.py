@@ -17,7 +17,6 @@ from helpers.commands import run_here
 from helpers.first_pair import first_base, first_bundle
 from helpers.loop_server import counting_server, played
 from helpers.model_server import Written
-from helpers.planted_faults import PLANTED
 from helpers.prompt_files import write_prompts
 from helpers.random_heads import head_config, random_head, write_head
 from helpers.schemas import validator
@@ -35,6 +34,7 @@ from mtp_extract.report.page import plain_json
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
+FAULT = "unit_layer_scalars"
 LOAD_ONCE = cache(load_base)
 Answers = Mapping[str, Written]  # by prompt
 Ask = Callable[..., dict[str, Any]]
@@ -44,10 +44,10 @@ Ask = Callable[..., dict[str, Any]]
 def answers(
     generator: SpeculativeGenerator, drafter: MtpDrafter, encoded: list[tuple[int, ...]], texts: list[str]
 ) -> Mapping[str, Answers]:
-    """By what is wrong with the loop: what it answers and counts."""
+    """By what is wrong with the loop: what it answers and counts. ``scripts/doctor_faults.py`` has more of that."""
+    scalars = {name: torch.ones(1) for name in drafter.state_dict() if name.endswith("layer_scalar")}
     found = {}
-    for name in ("sound", "unit_layer_scalars", "unscaled_embedding"):
-        engine = drafter if name == "sound" else PLANTED[name](drafter, generator.base)
+    for name, engine in {"sound": drafter, FAULT: drafter.with_tensors(scalars)}.items():
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
         results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded]
         found[name] = {text: played(result, ids=True) for text, result in zip(texts, results, strict=True)}
@@ -93,7 +93,7 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
-@pytest.mark.parametrize("fault", ["sound", "unit_layer_scalars"])
+@pytest.mark.parametrize("fault", ["sound", FAULT])
 def test_what_is_wrong_with_a_server_is_named(ask: Ask, answers: Mapping[str, Answers], fault: str, kind: str) -> None:
     report = ask(answers[fault], kind)
     told, expected = report["served"], report["expected"]
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_a_server_is_named(ask: Ask, answers: Mapping[str, An
 
 
 def test_the_command_prints_the_suspect(asked: DoctorPlan, answers: Mapping[str, Answers]) -> None:
-    with counting_server(answers["unit_layer_scalars"]) as server:
+    with counting_server(answers[FAULT]) as server:
         done = run_here(
             *("doctor", asked.place, "--base", asked.base, "--prompts", asked.prompts),
             *("--max-tokens", str(NEW_TOKENS), "--no-chat-template", "--server", server.url),
@@ -180,7 +180,7 @@ def test_tokens_that_are_told_are_not_made_again(ask: Ask, answers: Mapping[str,
 def test_what_cannot_be_told_has_no_suspect(
     ask: Ask, answers: Mapping[str, Answers], kind: str, asked_for: dict[str, Any], outcome: str, said: str
 ) -> None:
-    report = ask(answers["unscaled_embedding"], kind, **asked_for)
+    report = ask(answers[FAULT], kind, **asked_for)
     assert (report["outcome"], report["suspect"]) == (outcome, None)
     assert said in report["verdict"]
     if kind == "unknown":

@@ -27,12 +27,9 @@ class _Handing:
     def __init__(
         self, drafter: MtpDrafter, change: Callable[[RoundStart], RoundStart], layers: tuple[int, ...] = ()
     ) -> None:
-        self.drafter, self.change = drafter, change
         self.needs = dataclasses.replace(drafter.needs, layers=layers)
         self.step: Callable[[Any, Tensor], Any] = drafter.step
-
-    def start(self, base: RoundStart) -> Any:
-        return self.drafter.start(self.change(base), LITERT)
+        self.start: Callable[[RoundStart], Any] = lambda base: drafter.start(change(base), LITERT)
 
 
 def _no_state(drafter: MtpDrafter, base: Base) -> Any:
@@ -120,7 +117,7 @@ def _stale(drafter: MtpDrafter, base: Base) -> Any:
         return drafter.start(state, dataclasses.replace(LITERT, unwritten=now - before))
 
     engine = _Handing(drafter, lambda state: state)
-    engine.start = start  # type: ignore[method-assign]
+    engine.start = start
     return engine
 
 
