@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,11 +11,9 @@ import numpy as np
 import pytest
 from helpers.make_bundle import Memory, code_names, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_model
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 from seam import (
     FORMATS,
-    FULL,
-    SLIDING,
     MtpExtractError,
     Shard,
     UnsupportedError,
@@ -28,38 +27,8 @@ from seam import RopeConfig as Rope
 from mtp_extract.graph.rotation import read_rope
 
 MADE = sorted(set(VARIANTS) - REFUSED)
-USUAL = {
-    "backbone_hidden_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "num_layers": 4,
-    "num_heads": 4,
-    "head_dims": (32, 32, 32, 64),
-    "num_kv_heads": (2, 2, 2, 2),
-    "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
-    "sliding_window": 16,
-    "rope": {SLIDING: Rope(10000.0, 1.0), FULL: Rope(1000000.0, 0.25)},
-    "final_logit_softcap": 30.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-OTHERWISE = {
-    "jax_cap_none": {"final_logit_softcap": None},
-    "jax_kv_mixed": {"num_kv_heads": (2, 2, 2, 1)},
-    **{key: {"num_kv_heads": (1, 1, 1, 1)} for key in ("twin_e2b_april", "twin_e2b_may")},
-    **{key: {"backbone_hidden_size": 128} for key in ("twin_e4b_april", "twin_e4b_may")},
-    "torch_odd_sizes": {
-        "backbone_hidden_size": 72,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "vocab_size": 333,
-        "num_heads": 6,
-        "head_dims": (16, 16, 16, 40),
-        "num_kv_heads": (3, 3, 3, 3),
-        "sliding_window": 7,
-    },
-}
+GEOMETRY = json.loads((HERE / "variants" / "geometry.json").read_text())
+"""What the record says of the usual variant, and by name of a variant what is otherwise."""
 
 
 def found(name: str) -> Shard:
@@ -68,9 +37,7 @@ def found(name: str) -> Shard:
 
 @pytest.mark.parametrize("name", MADE)
 def test_geometry(name: str) -> None:
-    config = found(name).config
-    expected = {**USUAL, **OTHERWISE.get(name, {})}
-    assert {field: getattr(config, field) for field in expected} == expected
+    assert found(name).config.as_json() == GEOMETRY["usual"] | GEOMETRY.get(name, {})
 
 
 @pytest.mark.parametrize("name", MADE)

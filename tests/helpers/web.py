@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
+from pathlib import Path
 
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "</summary></details><h1>",
-    "<!-- gone",
-    "<http://example.org>",
-    "&lt;b&gt; &#60;i> &amp;",
-    "[text](javascript:alert(1))",
-    "![](http://example.org/seen.png)",
-    "[a]: http://example.org",
-    "`code` ``",
-    "**bold** *a* _b_ __c__ ~~d~~",
-    "q_proj of layers_0",
-    "a | b \\| c \\",
-    "# heading",
-    "> quotation",
-    "- item",
-    "+ item",
-    "12. item",
-    "3) item",
-    "---",
-    "===",
-    "$x$",
-    "-1.5 %",
-    "12.5",
-    "x\n\n<b>",
-    "\x1b[31m\u202e",
-    '"><img src=x onerror=alert(1)>',
-    "' onmouseover='alert(1)",
-    "</style></title><script>",
-    "a\x00b\x1b[31mc\x7f\u202egnp.exe",
-    "שלום עالم 日本語",
-    "x" * 500,
-    "$\\frac{1}{0}$ {brace} %s {{ 7 }} {% x %}",
+HOSTILE: list[str] = json.loads(
+    (Path(__file__).resolve().parents[1] / "data" / "hostile_names.json").read_text(encoding="utf-8")
 )
 """Names that nobody vouches for: markup of HTML and of Markdown, and what is not to be seen."""
 

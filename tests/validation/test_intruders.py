@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,114 +34,35 @@ pytestmark = pytest.mark.xdist_group("intruders")
 Written = Mapping[str, Path]
 """Format → the sample's drafter in it."""
 
-INDEX = {"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}
-WEIGHTS = (
-    "a.safetensors model-00002-of-00002.safetensors adapter_model.safetensors sub/x.safetensors codes.safetensors "
-    "LICENSE.safetensors codes/more.safetensors .hidden.safetensors pytorch_model.bin model.pt "
-    "original/consolidated.pth weights.npz other.gguf x.ckpt NOTICE.bin LICENSE-2.gguf model.onnx tf_model.h5 "
-    "flax_model.msgpack m.tflite"
-)
-TEXTS = (
-    "modeling_drafter.py custom_generate/generate.py LICENSE.py NOTICE.md.py Modelfile recipe.yaml requirements.txt "
-    "kernel.so notes.txt"
-)
-DOCUMENTS = "hf_quant_config.json quantize_config.json params.json configuration.json mtp.json codes/config.json"
+DATA = json.loads(Path(__file__).with_name("intruders.json").read_text(encoding="utf-8"))
+
 FILES: Mapping[str, object] = {
-    **dict.fromkeys(WEIGHTS.split()),
-    **dict.fromkeys(TEXTS.split(), "import os\n"),
-    **{name: {"a": 1} for name in DOCUMENTS.split()},
-    "model.safetensors.index.json": INDEX,
-    "pytorch_model.bin.index.json": INDEX,
-    "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "."},
-    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tokenizer.Tokenizer", None]}},
+    **dict.fromkeys(DATA["weights"]),
+    **dict.fromkeys(DATA["texts"], "import os\n"),
+    **{name: {"a": 1} for name in DATA["documents"]},
+    **DATA["other files"],
 }
 """Name → content: text, JSON, or None for a copy of the weights."""
 
-CHANGES: Mapping[str, object] = {
-    "auto_map": {"AutoModelForCausalLM": "modeling.Drafter"},
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-    "rope_theta": 5e5,
-    "partial_rotary_factor": 0.5,
-    "quantization_config": {"quant_method": "fp8"},
-    "attn_logit_softcapping": 50.0,
-    "query_pre_attn_scalar": 256,
-    "is_causal": False,
-    "embedding_scale": 2.0,
-    "logit_scale": 2.0,
-}
+CHANGES: Mapping[str, object] = DATA["change the function"]
 """Keys that change the function and none of our configurations has."""
 
-UNKNOWN: Mapping[str, object] = {"eagle_config": {"x": 1}, "suppress_tokens": [1, 2], "rope_scaling_hint": "x"}
+UNKNOWN: Mapping[str, object] = DATA["unknown"]
 """Keys of which nobody here knows what they do."""
 
-HARMLESS = (
-    *("num_centroids", "centroid_intermediate_top_k", "attention_dropout", "attention_k_eq_v", "bos_token_id"),
-    *("eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "use_cache"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "transformers_version", "dtype"),
-)
+HARMLESS: Sequence[str] = DATA["harmless"]
 """Keys of ours whose value changes no draft of such a drafter; training, the tokenizer and the engine read them."""
 
 OF_NO_MODULE = [("quantization", key) for key in ("group_size", "bits", "mode")]
 """What counts in MLX for modules without an entry of their own, of which we write none."""
 
-GONE = "attention.sliding_window_pattern attention.shared_kv_layers rope.dimension_count_swa nextn_predict_layers"
-GGUF_KEYS: Mapping[str, object] = {
-    **{
-        f"gemma4-assistant.{key}": value
-        for key, value in {
-            "rope.scale_linear": 4.0,
-            "rope.scaling.type": "yarn",
-            "attn_logit_softcapping": 50.0,
-            "attention.causal": False,
-            "attention.scale": 0.5,
-            "attention.head_count": 8,
-            "attention.sliding_window": 8,
-            "logit_scale": 2.0,
-            "expert_count": 8,
-            "embedding_length_per_layer_input": 8,
-            "final_logit_softcapping": 25.0,
-            "rope.freq_base": 5e5,
-            **dict.fromkeys(GONE.split()),
-        }.items()
-    },
-    "general.type": "adapter",
-    "split.count": 2,
-    "general.architecture": "gemma4",
-}
+GGUF_KEYS: Mapping[str, object] = DATA["keys of a gguf"]
 """Key of the header of a GGUF → a value that makes another drafter of it; None takes it away."""
 
-SHA = "0" * 64
-LIES: Mapping[str, object] = {
-    "known_as": "Gemma 4 E4B",
-    "dtype": "f16",
-    "layout": "litert",
-    "rounded": [],
-    "rule": "int8",
-    "geometry.hidden_size": 65,
-    "geometry.final_logit_softcap": None,
-    "geometry.base": "org/other",
-    "files": {},
-    "files.config.json": {"size": 1, "sha256": SHA},
-    "files.more.json": {"size": 1, "sha256": SHA},
-    "shared": [["lm_head", "pre_projection"]],
-    "activations": {"lm_head": [{"type": "int8", "scale": 1.0, "zero_point": 0}, None]},
-    "proof": ["RoPE at all 4096 positions"],
-}
+LIES: Mapping[str, object] = DATA["lies"]
 """Key of ``extraction.json`` → what it may say instead; each is refuted where the bundle is at hand."""
 
-PAST: Mapping[str, object] = {
-    **{f"source.{key}": value for key, value in {"size": 1, "kind": "tflite", "version": "9.9.9", "name": "x"}.items()},
-    **dict.fromkeys(("source.section.index", "source.section.begin", "source.section.end"), 1),
-    "source.section.sha256": SHA,
-    "source.section.found_by": "bare model",
-    "source.section.signature": "decode",
-    "source.provenance": {"url": "x"},
-    "tool.version": "0",
-    "converted_from": [
-        {"layout": "litert", "dtype": "f32", "rounded": [], "rule": None, "version": None, "files": {}},
-    ],
-    "tuning": TUNING,
-}
+PAST: Mapping[str, object] = {**DATA["past"], "tuning": TUNING}
 """What it says of where the directory came from and what was done to it: no property of a bundle."""
 
 
