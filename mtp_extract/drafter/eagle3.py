@@ -52,6 +52,12 @@ class Eagle3Layer(nn.Module):
         """What attention reads, [..., 2 · width], of both [..., width]."""
         return torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
 
+    def queries(self, x: Tensor, by: Angles) -> Tensor:
+        """Queries by group, rotated, F32 [batch, queries, KV heads, heads a group, head_dim]."""
+        batch, queries, _ = x.shape
+        heads = turn(self.q_proj(x).view(batch, queries, -1, self.config.head_dim), by)
+        return heads.view(batch, queries, self.config.num_kv_heads, -1, self.config.head_dim).float()
+
     def keys_values(self, x: Tensor, by: Angles) -> KV:
         """K, rotated, and V, F32 [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
         shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
@@ -79,11 +85,7 @@ class Eagle3Layer(nn.Module):
 
         In the products b is the batch, l a query, k a KV head, g a query head of its group, s a slot, t a step.
         """
-        config = self.config
-        batch, queries, _ = x.shape
-        q = turn(self.q_proj(x).view(batch, queries, -1, config.head_dim), by)
-        q = q.view(batch, queries, config.num_kv_heads, -1, config.head_dim).float() * config.head_dim**-0.5
-
+        q = self.queries(x, by) * self.config.head_dim**-0.5
         cache_scores = torch.einsum("blkgd,bskd->blkgs", q, cache[0])
         cache_scores = cache_scores.masked_fill(~visible[:, :, None, None], -math.inf)
         step_scores = torch.einsum("blkgd,bltkd->blkgt", q, step_kv[0])
@@ -92,7 +94,7 @@ class Eagle3Layer(nn.Module):
         slots = cache[1].shape[1]
         mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], cache[1])
         mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], step_kv[1])
-        out: Tensor = self.o_proj(mixed.reshape(batch, queries, -1).type_as(x))
+        out: Tensor = self.o_proj(mixed.flatten(2).type_as(x))
         return out
 
 
@@ -191,18 +193,17 @@ class Eagle3Drafter(DrafterNetwork):
         In the first round the base was fed from position 0 on.
         """
         device = self.fc.weight.device
-        previous: Eagle3State | None = base.previous
         embed = self._embedding(base.embed)
         states = self.fuse(base.fed.layers)  # [B, F, W]
-        tokens = base.fed.tokens.to(device)
+        embedded = embed(base.fed.tokens.to(device))
         positions = base.fed.positions.to(device) - 1  # those of the states that tokens are read beside
-        if previous is None:
+        if base.previous is None:
             # The token at position 0 has no state before it.
-            cache = self._keys_values(embed(tokens[:, 1:]), states[:, :-1], positions[:, 1:])
+            cache = self._keys_values(embedded[:, 1:], states[:, :-1], positions[:, 1:])
             first = positions[:, :1] + 1
         else:
-            states = torch.cat((previous.hidden, states), dim=1)
-            cache = _append(previous.cache, self._keys_values(embed(tokens), states[:, :-1], positions), dim=1)
+            states = torch.cat((base.previous.hidden, states), dim=1)
+            cache = _append(base.previous.cache, self._keys_values(embedded, states[:, :-1], positions), dim=1)
             first = positions[:, :1]
         newest = base.positions.to(device) - 1  # [B, Q]
         visible = torch.arange(cache[0].shape[1], device=device) < newest[..., None]  # [B, Q, S]

@@ -50,8 +50,7 @@ def load_drafter(
 
 def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
     """Every weight, by the path of its module. Roles that are one stored constant stay one tensor."""
-    stored = "f32" if checkpoint.dtype == CODES else checkpoint.dtype
-    computed = dtype or getattr(torch, DTYPES[stored].transformers)
+    computed = dtype or getattr(torch, DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype].transformers)
     if computed not in (torch.float32, torch.bfloat16):
         how = "asked for" if dtype else "stored, and no dtype was given"
         raise DrafterError(

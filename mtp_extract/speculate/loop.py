@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from mtp_extract.drafter.protocol import BaseOutput, Drafter, RoundStart
 from mtp_extract.errors import DrafterError
@@ -43,6 +42,13 @@ class Round:
     accepted: int  # drafts that stand and are part of the text
     draft_ms: float  # wall time of all draft steps
     verify_ms: float  # wall time of the base's forward and the judgement
+
+    def until_stop(self, stop_tokens: Sequence[int]) -> Round:
+        """The round up to its first stop token, which is included."""
+        for place, token in enumerate(self.tokens):
+            if token in stop_tokens:
+                return replace(self, tokens=self.tokens[: place + 1], accepted=min(self.accepted, place + 1))
+        return self
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class SpeculativeGenerator:
 
     def __init__(self, base: Any, drafter: Drafter, tokenizer: Any = None) -> None:
         self.base = base if isinstance(base, Base) else Base(base)
-        self.drafter, self.codec = drafter, Codec(tokenizer, self.base.vocab_size)
+        self.drafter = drafter
+        self.codec = Codec(tokenizer, self.base.vocab_size)
         check_pair(self.base, drafter)
 
     @torch.inference_mode()
@@ -118,128 +125,134 @@ class SpeculativeGenerator:
         """
         prompt_tokens = self.codec.encode(prompt, chat_template=chat_template)
         stop_tokens = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
-        sampling = Sampling(temperature, top_k, top_p)
-        random = torch.Generator(self.base.device).manual_seed(seed)
-
-        running_length = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        longest = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-        full_tree = longest if isinstance(longest, DraftTree) else DraftTree((1,) * longest)
+        adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
+        deepest = _deepest_tree(drafts)
 
         # The prompt's own forward gives the first token.
-        started = self._clock()
-        cache = self.base.new_cache()
-        fed = self._prefill(prompt_tokens, cache)
-        tokens = _to_host(sampling.choose(self.base.logits(fed.hidden[0, -1:]), random))
-        prefill_ms = 1e3 * (self._clock() - started)
+        started = _clock(self.base.device)
+        text = _GrowingText(self.base, self.drafter, Sampling(temperature, top_k, top_p), seed)
+        tokens = [text.read_prompt(prompt_tokens)]
+        prefill_ms = 1e3 * (_clock(self.base.device) - started)
 
         rounds: list[Round] = []
-        draft_state = None
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_tokens:
             # Of the tokens that may still come, one is the base's own.
-            most_drafts = max_new_tokens - len(tokens) - 1
-            depth = min(most_drafts, running_length.value if running_length else full_tree.depth)
-            tree = full_tree.to_depth(depth)
-
-            started = drafted = self._clock()
-            nodes = torch.tensor([tokens[-1:]], device=self.base.device)
-            distributions: list[Tensor] = []
-            if tree.depth:
-                round_start = RoundStart(fed, fed.positions[:, -1:] + 1, self.base.embed, draft_state)
-                draft_state = self.drafter.start(round_start)
-                nodes, distributions = self._draft(draft_state, nodes, tree, sampling, random)
-                drafted = self._clock()
-
-            fed = self.base.feed(nodes, self.drafter.needs.layers, cache, tree=tree)
-            logits = self.base.logits(fed.hidden[0])
-            accepted_path, new_tokens = _verify(nodes[0], logits, distributions, tree, sampling, random)
-            fed = self.base.keep(cache, fed, accepted_path)
-            verified = self._clock()
-
-            accepted = len(accepted_path) - 1
-            draft_ms = 1e3 * (drafted - started)
-            verify_ms = 1e3 * (verified - drafted)
-            if running_length:
-                running_length.observe(tree.depth, accepted, draft_ms, verify_ms)
-
-            new_tokens = _until_stop(new_tokens, stop_tokens)
-            accepted = min(accepted, len(new_tokens))
-            rounds.append(Round(tuple(new_tokens), tree.depth, accepted, draft_ms, verify_ms))
-            tokens += new_tokens
+            most = max_new_tokens - len(tokens) - 1
+            tree = deepest.to_depth(min(most, adaptive.value if adaptive else deepest.depth))
+            latest = text.draft_and_verify(tokens[-1], tree)
+            if adaptive:
+                adaptive.observe(latest.drafted, latest.accepted, latest.draft_ms, latest.verify_ms)
+            rounds.append(latest.until_stop(stop_tokens))
+            tokens += rounds[-1].tokens
         return Generation(prompt_tokens, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
 
-    def _prefill(self, prompt_tokens: Sequence[int], cache: DynamicCache) -> BaseOutput:
-        """Run the base over the prompt; all of it stays in ``cache``."""
-        prompt = torch.tensor([prompt_tokens], device=self.base.device)
-        fed = self.base.feed(prompt, self.drafter.needs.layers, cache)
-        return self.base.keep(cache, fed, range(len(prompt_tokens)))
 
-    def _draft(
-        self, state: Any, pending: Tensor, tree: DraftTree, sampling: Sampling, random: torch.Generator
-    ) -> tuple[Tensor, list[Tensor]]:
+def _clock(device: torch.device) -> float:
+    """Seconds, once ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _deepest_tree(drafts: Drafts) -> DraftTree:
+    """The shape of a round where nothing is cut short; a chain is a tree, too."""
+    if isinstance(drafts, DraftTree):
+        return drafts
+    longest = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
+    return DraftTree((1,) * longest)
+
+
+class _GrowingText:
+    """One text: what the base has in its cache of it, and the drafter's state."""
+
+    def __init__(self, base: Base, drafter: Drafter, sampling: Sampling, seed: int) -> None:
+        self.base = base
+        self.drafter = drafter
+        self.sampling = sampling
+        self.random = torch.Generator(base.device).manual_seed(seed)
+        self.cache = base.new_cache()
+        self.draft_state: Any = None
+        self.fed: BaseOutput  # the tokens that the base was fed last, and that stand
+
+    def read_prompt(self, prompt_tokens: Sequence[int]) -> int:
+        """Run the base over the prompt; the token after it."""
+        self._feed(torch.tensor([prompt_tokens], device=self.base.device))
+        self._keep(range(len(prompt_tokens)))
+        (first,) = _to_host(self.sampling.choose(self.base.logits(self.fed.hidden[0, -1:]), self.random))
+        return first
+
+    def draft_and_verify(self, pending: int, tree: DraftTree) -> Round:
+        """A round after the token ``pending``: what stands of the drafts of ``tree``, and the base's own token."""
+        started = _clock(self.base.device)
+        nodes, distributions = self._draft(pending, tree)
+        drafted = _clock(self.base.device)
+
+        # One forward of the base judges all drafts.
+        self._feed(nodes, tree)
+        logits = self.base.logits(self.fed.hidden[0])
+        if distributions:
+            # Sampled: a draft x that was drawn from q stands with probability min(1, p(x) / q(x)), and the first that
+            # does not is replaced by a draw from max(0, p - q).
+            p = self.sampling.probabilities(logits)
+            path, tokens = _verify_drawn(nodes[0], *accept_drafts(p, nodes[0, 1:], distributions, self.random))
+        else:
+            # Greedy, and a tree: a draft stands while it is the token that the base chooses there.
+            path, tokens = _verify_chosen(nodes[0], self.sampling.choose(logits, self.random), tree)
+        self._keep(path)
+        verified = _clock(self.base.device)
+        return Round(tuple(tokens), tree.depth, len(path) - 1, 1e3 * (drafted - started), 1e3 * (verified - drafted))
+
+    def _draft(self, pending: int, tree: DraftTree) -> tuple[Tensor, list[Tensor]]:
         """The tokens of a tree's nodes, int64 [1, nodes], and the distribution that each drawn draft was drawn from.
 
         Drafts are drawn in a chain of sampled text alone: a tree has the drafter's likeliest tokens.
         """
-        levels = [pending]
+        levels = [torch.tensor([[pending]], device=self.base.device)]
         distributions: list[Tensor] = []
+        state = self._start_round() if tree.depth else None
         for depth, width in enumerate(tree.widths, 1):
             logits, state = self.drafter.step(state, levels[-1])
-            logits = logits[0].to(pending.device)
-            if sampling.greedy or tree.width > 1:
-                drafts = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
+            logits = logits[0].to(self.base.device)
+            if self.sampling.greedy or tree.width > 1:
+                drafts = _likeliest(logits, width)
             else:
-                distributions.append(sampling.probabilities(logits))
-                drafts = draw(distributions[-1], random).clamp(min=0)
+                distributions.append(self.sampling.probabilities(logits))
+                drafts = draw(distributions[-1], self.random).clamp(min=0)
             levels.append(drafts.view(1, -1))
             if width > 1 and depth < tree.depth:
                 state = state.fork(width)
         return torch.cat(levels, dim=1), distributions
 
-    def _clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self.base.device.type == "cuda":
-            torch.cuda.synchronize(self.base.device)
-        return time.perf_counter()
+    def _start_round(self) -> Any:
+        """The drafter's state after what stands."""
+        pending = self.fed.positions[:, -1:] + 1
+        self.draft_state = self.drafter.start(RoundStart(self.fed, pending, self.base.embed, self.draft_state))
+        return self.draft_state
+
+    def _feed(self, tokens: Tensor, tree: DraftTree | None = None) -> None:
+        self.fed = self.base.feed(tokens, self.drafter.needs.layers, self.cache, tree=tree)
+
+    def _keep(self, path: Sequence[int]) -> None:
+        self.fed = self.base.keep(self.cache, self.fed, path)
 
 
-def _verify(
-    nodes: Tensor,
-    logits: Tensor,
-    distributions: Sequence[Tensor],
-    tree: DraftTree,
-    sampling: Sampling,
-    random: torch.Generator,
-) -> tuple[list[int], list[int]]:
-    """Judge the drafts of a round by the base's logits.
-
-    Args:
-        nodes: int64 [nodes], the pending token and the drafts after it.
-        logits: [nodes, vocabulary], the base's, after each node.
-        distributions: what the drafts of a sampled chain were drawn from; empty where they are the likeliest tokens.
-
-    Returns:
-        the accepted nodes, the pending token's first, and the new tokens: the accepted drafts and the base's own.
-    """
-    if distributions:
-        # Speculative sampling: draft x stands with probability min(1, p(x) / q(x)).
-        accepted, following = accept_drafts(sampling.probabilities(logits), nodes[1:], distributions, random)
-        count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
-        return list(range(count + 1)), [*drafts[:count], last]
-
-    # The base chooses a token after every node; a draft stands while it is the one that the base chose.
-    both = _to_host(torch.cat((nodes, sampling.choose(logits, random))))
-    tokens = both[: len(nodes)]
-    choices = both[len(nodes) :]
-    accepted_path = tree.followed(tokens, choices)
-    return accepted_path, [choices[node] for node in accepted_path]
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """int64 [nodes · count]: after each node the ``count`` likeliest tokens, by ``logits`` [nodes, vocabulary]."""
+    return logits.topk(count, dim=-1).indices.flatten() if count > 1 else logits.argmax(-1)
 
 
-def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
-    """``tokens`` up to the first stop token, which is included."""
-    for place, token in enumerate(tokens):
-        if token in stop_tokens:
-            return tokens[: place + 1]
-    return tokens
+def _verify_drawn(nodes: Tensor, accepted: Tensor, following: Tensor) -> tuple[list[int], list[int]]:
+    """The accepted path of a chain ``nodes``, int64 [nodes], and the new tokens: so many drafts, and the one after."""
+    count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+    return list(range(count + 1)), [*drafts[:count], last]
+
+
+def _verify_chosen(nodes: Tensor, choices: Tensor, tree: DraftTree) -> tuple[list[int], list[int]]:
+    """The accepted path of ``nodes``, and the new tokens, by the base's choice after each; int64 [nodes] both."""
+    both = _to_host(torch.cat((nodes, choices)))
+    chosen = both[len(nodes) :]
+    path = tree.followed(both[: len(nodes)], chosen)
+    return path, [chosen[node] for node in path]
 
 
 def _to_host(tokens: Tensor) -> list[int]:

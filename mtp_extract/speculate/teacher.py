@@ -122,22 +122,20 @@ def teacher_forced(
     Raises:
         PairError: no text has an anchor.
     """
-    lengths = torch.tensor([len(text.anchors) for text in texts])
-    if not lengths.any():
+    if not any(text.anchors for text in texts):
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
     full = full or read_texts(base, texts, [drafter.needs])
-    anchors = _padded([text.anchors for text in texts], 1)
-    aims = targets_of(texts, anchors, steps)
-    at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
-    parts = []
-    for part in torch.split(torch.arange(anchors.shape[1]), at_once):
-        pending = anchors[:, part].to(full.tokens.device)
-        parts.append(_draft(drafter, RoundStart(full, pending, base.embed), aims[:, part], along=along))
-    drafts = torch.cat([drafts for drafts, _ in parts], dim=1)
-    ranks = torch.cat([ranks for _, ranks in parts], dim=1)
-
     # Texts with fewer anchors than the longest are padded.
-    real = torch.arange(anchors.shape[1]) < lengths[:, None]
+    anchors = _padded([text.anchors for text in texts], 1)
+    real = _padded([[True] * len(text.anchors) for text in texts], 0).bool()
+    aims = targets_of(texts, anchors, steps)
+    drafts = torch.empty_like(aims)
+    ranks = torch.empty_like(aims)
+    at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
+    for part in torch.split(torch.arange(anchors.shape[1]), at_once):
+        start = RoundStart(full, anchors[:, part].to(full.tokens.device), base.embed)
+        drafts[:, part], ranks[:, part] = _draft(drafter, start, aims[:, part], along=along)
+
     text = torch.arange(len(texts))[:, None].expand_as(real)
     return Agreement(text[real], anchors[real], drafts[real], aims[real], ranks[real])
 
