@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.agreement import Acceptance, figure, groups
+from mtp_extract.evaluation.agreement import Acceptance, figure
+from mtp_extract.evaluation.base_texts import groups
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student_quantile
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base

@@ -13,7 +13,8 @@ from mtp_extract.doctor.counts import BATCH, Counts
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import continue_prompts, estimate_share, groups
+from mtp_extract.evaluation.agreement import estimate_share
+from mtp_extract.evaluation.base_texts import continue_prompts, groups
 from mtp_extract.evaluation.intervals import find_repeats
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.serving.client import Answer, Server, question

@@ -1,4 +1,4 @@
-"""The base's own text, and agreement with it: which drafts stand, how many rounds a text takes, who drafts better.
+"""Agreement with the base's own text: which drafts stand, how many rounds a text takes, who drafts better.
 
 A round drafts K tokens after an anchor token. *Conditional* acceptance at step i is accepted_i / accepted_(i-1);
 *teacher-forced tokens per round*, 1 + accepted / rounds, are of anchors with all K targets: those near the end of a
@@ -16,130 +16,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.errors import PairError
+from mtp_extract.evaluation.base_texts import Continuations, groups
 from mtp_extract.evaluation.intervals import (
     Interval,
     delta_bounds,
-    find_repeats,
     over_texts,
     ratio_bounds,
     share_bounds,
 )
-from mtp_extract.evaluation.progress import Say, Show, report_each, silent
-from mtp_extract.evaluation.prompts import Prompt
+from mtp_extract.evaluation.progress import Show, report_each, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record
-from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, PerAnchor, Text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, PerAnchor, read_texts, teacher_forced
 
 Asked = tuple[Drafter, int, bool]  # how many drafts after every token; whether they follow it: see teacher_forced
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """The base's greedy continuations, one a prompt, in order."""
-
-    prompts: tuple[Prompt, ...]
-    texts: tuple[Text, ...]  # prompt and continuation
-
-    @cached_property
-    def usable(self) -> list[int]:
-        """Indices of texts with a position to draft from; of those that repeat one another, the first."""
-        again = find_repeats([text.tokens for text in self.texts])
-        return [index for index, text in enumerate(self.texts) if text.anchors and index not in again]
-
-    @property
-    def workloads(self) -> dict[str, list[int]]:
-        """Indices of the texts of each, by name, in order of first appearance."""
-        names = [prompt.workload for prompt in self.prompts]
-        indices: dict[str, list[int]] = {}
-        for index, name in enumerate(names):
-            indices.setdefault(name, []).append(index)
-        return indices
-
-
-def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Indices in groups of similar length, so that little of a batch is padding.
-
-    A last group of one joins the one before: some controls need two texts.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-    if batch > 1 and len(batches) > 1 and len(batches[-1]) == 1:
-        batches[-2:] = [batches[-2] + batches[-1]]
-    return batches
-
-
-@torch.inference_mode()
-def continue_prompts(
-    base: Base,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    batch: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    show: Show = silent,
-) -> list[tuple[int, ...]]:
-    """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    stop_tokens = frozenset(base.stop_token_ids)
-    device = base.device
-    continuations: dict[int, tuple[int, ...]] = {}
-    batches = groups(list(map(len, prompts)), batch)
-    for number, group in enumerate(report_each(batches, show, "the base's text")):
-        rows = [torch.tensor(prompts[index], device=device) for index in group]
-        tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed + (number << 20))
-            generated = base.model.generate(
-                input_ids=tokens.clamp(min=0),
-                attention_mask=(tokens >= 0).long(),
-                max_new_tokens=new_tokens,
-                do_sample=temperature > 0,
-                pad_token_id=0,
-                **sampling,
-            )
-        for index, row in zip(group, generated[:, tokens.shape[1] :].tolist(), strict=True):
-            # What comes after a stop token is padding.
-            end = next((place + 1 for place, token in enumerate(row) if token in stop_tokens), len(row))
-            continuations[index] = tuple(row[:end])
-    return [continuations[index] for index in range(len(prompts))]
-
-
-def write_texts(
-    base: Base,
-    codec: Codec,
-    prompts: Sequence[Prompt],
-    *,
-    new_tokens: int,
-    batch: int,
-    chat_template: bool,
-    say: Say = silent,
-    show: Show = silent,
-) -> Continuations:
-    """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
-    encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
-    longest = max(map(len, encoded)) + new_tokens
-    context = base.config.max_position_embeddings
-    if longest > context:
-        raise PairError(
-            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
-            "shorter prompts.",
-            remedies=("prompts", "new_tokens"),
-        )
-    say(f"continuing {len(prompts)} prompts with the base alone")
-    written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
-    texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
-    return Continuations(tuple(prompts), tuple(texts))
 
 
 def measure_agreements(
@@ -147,16 +44,23 @@ def measure_agreements(
 ) -> list[Agreement]:
     """What each of ``asked`` drafts along all texts, which the base reads once; PairError if all are too short."""
     usable = written.usable or range(len(written.texts))
-    parts: list[list[Agreement]] = [[] for _ in asked]
     batches = groups([len(written.texts[index].tokens) for index in usable], batch)
-    for group in report_each(batches, show, "drafts after every token"):
-        rows = [usable[position] for position in group]
-        texts = [written.texts[row] for row in rows]
-        full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
-        for part, (drafter, steps, along) in zip(parts, asked, strict=True):
-            agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
-            part.append(replace(agreement, text=torch.tensor(rows)[agreement.text]))
-    return [Agreement.joined(part) for part in parts]
+    parts = [
+        _measure_batch(base, asked, written, [usable[position] for position in group])
+        for group in report_each(batches, show, "drafts after every token")
+    ]
+    return [Agreement.joined(of_drafter) for of_drafter in zip(*parts, strict=True)]
+
+
+def _measure_batch(base: Base, asked: Sequence[Asked], written: Continuations, rows: Sequence[int]) -> list[Agreement]:
+    """As :func:`measure_agreements`, along the texts ``rows``."""
+    texts = [written.texts[row] for row in rows]
+    full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
+    agreements = []
+    for drafter, steps, along in asked:
+        agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
+        agreements.append(replace(agreement, text=torch.tensor(rows)[agreement.text]))
+    return agreements
 
 
 class Step(Record):
@@ -179,27 +83,28 @@ class Workload(Record):
 
 def figures(part: Agreement) -> Workload:
     """What it comes to."""
-    hit = part.drafts == part.targets
-    near = part.ranks < 5
-    aimed = part.targets >= 0
-
-    def share(hits: Tensor, among: Tensor) -> Figure:
-        return estimate_share(part.text[among], hits[among])
-
-    steps = [
-        Step(
-            step + 1,
-            top1=share(hit[:, step], aimed[:, step]),
-            top5=share(near[:, step], aimed[:, step]),
-            conditional=share(hit[:, step], aimed[:, step] & hit[:, :step].all(dim=1)),
-        )
-        for step in range(part.steps)
-    ]
     rounds = acceptance_of(part)
     stand = rounds.stands.sum(dim=1)
     interval = over_texts(share_bounds, stand / part.steps, torch.ones_like(stand), text=rounds.text)
-    forced = figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0))
-    return Workload(len(set(part.text.tolist())), len(part.anchor), forced, steps)
+    return Workload(
+        texts=len(set(part.text.tolist())),
+        n=len(part.anchor),
+        teacher_forced=figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0)),
+        steps=[_figures_of_step(part, step) for step in range(part.steps)],
+    )
+
+
+def _figures_of_step(part: Agreement, step: int) -> Step:
+    """Of the draft ``step``, from 0."""
+    hit = part.drafts == part.targets
+    aimed = part.targets[:, step] >= 0
+    reached = aimed & hit[:, :step].all(dim=1)
+    return Step(
+        step + 1,
+        top1=estimate_share(part.text[aimed], hit[aimed, step]),
+        top5=estimate_share(part.text[aimed], part.ranks[aimed, step] < 5),
+        conditional=estimate_share(part.text[reached], hit[reached, step]),
+    )
 
 
 @dataclass(frozen=True)
@@ -288,9 +193,9 @@ def _begins(text: Tensor, along: Tensor) -> Tensor:
     if not len(text):
         return torch.zeros(0, dtype=torch.double)
 
-    # [N, K + 1]: P(exactly k stand) = P(at least k) - P(at least k + 1).
-    ones = along.new_ones(len(along), 1, dtype=torch.double)
-    at_least = torch.cat((ones, along.double(), 0 * ones), dim=1)
+    # [N, K + 1]: P(exactly k stand) = P(at least k) - P(at least k + 1); at least none always do, K + 1 never.
+    at_least = pad(along.double(), (1, 1))
+    at_least[:, 0] = 1
     exactly = -at_least.diff(dim=1)
 
     # All texts side by side: [texts, longest, K + 1].

@@ -52,13 +52,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     chosen = _device_of(device)
     room = int(free_memory(chosen) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
-    size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
-    if size > room:  # before the machine starts to swap
-        raise MtpExtractError(
-            f"too little memory on {chosen or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
-            f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
-            remedies=("device",),
-        )
+    _require_room(directory, room, chosen)
     try:
         with memory_guard("loading the base"):
             model, tokenizer, notes = _read(directory, chosen)
@@ -75,17 +69,23 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
 
 
+def _require_room(directory: Path, room: int, device: torch.device | None) -> None:
+    """Raise MtpExtractError where the weights in ``directory`` are more than ``room``, before the machine swaps."""
+    size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    if size > room:
+        raise MtpExtractError(
+            f"too little memory on {device or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
+            f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
+            remedies=("device",),
+        )
+
+
 def _read(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
     """The model in ``directory``, its tokenizer, and what was decided on the way; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     quiet_transformers()
-    # Before transformers sees it: a config of a billion layers keeps it busy for hours.
-    stored = json.loads((directory / "config.json").read_bytes())
-    layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
-    if not 0 < layers <= _MOST_LAYERS:
-        raise ValueError(f"{layers} layers")
-
+    _require_few_layers(directory)
     config = AutoConfig.from_pretrained(directory)
     if str(config.model_type).endswith("_assistant"):
         raise ValueError(f"a drafter ({config.model_type})")
@@ -106,6 +106,14 @@ def _read(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple
     if wrong := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
         raise ValueError(f"tensors that are missing or of another shape than its config says: {few(sorted(wrong))}")
     return model.eval().requires_grad_(False), tokenizer, notes
+
+
+def _require_few_layers(directory: Path) -> None:
+    """Raise ValueError before transformers sees a config of a billion layers, which keeps it busy for hours."""
+    stored = json.loads((directory / "config.json").read_bytes())
+    layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
+    if not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"{layers} layers")
 
 
 def _device_of(device: str) -> torch.device | None:

@@ -72,8 +72,10 @@ def over_texts(
         rows = np.unique(text, return_inverse=True)[1]
         table = np.stack([np.bincount(rows, column) for column in table])
     table = table[:, table[-1] > 0]
-    odd = np.abs(2 * table[:-1].sum(0) - table[-1]) > (1 + 2 * _ROUNDING) * table[-1]
-    if table.shape[1] < LEAST_TEXTS or (bounds is not ratio_bounds and odd.any()):
+    # More hits than draws, or fewer than none.
+    *hits, draws = table
+    impossible = np.abs(2 * sum(hits) - draws) > (1 + 2 * _ROUNDING) * draws
+    if len(draws) < LEAST_TEXTS or (bounds is not ratio_bounds and impossible.any()):
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = map(float, bounds(*table, level=level))
@@ -91,6 +93,23 @@ def share_bounds(
     Of each text, [..., texts], the hits, whole or not, and draws; events, [...], by default of these hits.
     """
     events = _events(hits, sizes) if events is None else events
+    share = hits.sum(-1) / sizes.sum(-1)
+    draws = _independent_draws(hits, sizes, events)
+    t = _quantiles(level, sizes.shape[-1], events)
+
+    # Wilson (1927, *Journal of the American Statistical Association* 22), with Student's quantile t in place of the
+    # normal one: (p + t² / 2N ± t · √(p (1 - p) / N + t² / 4N²)) / (1 + t² / N).
+    shrink = 1 + t**2 / draws
+    centre = (share + t**2 / (2 * draws)) / shrink
+    half = t / shrink * np.sqrt(share * (1 - share) / draws + t**2 / (4 * draws**2))
+
+    # At the ends a bound is the share itself, which rounding must not miss.
+    low = np.where(share <= 0, 0.0, np.clip(centre - half, 0.0, share))
+    return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
+
+
+def _independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatArray) -> FloatArray:
+    """How many independent draws say as much of the share as all draws do: N over Kish's design effect."""
     texts = sizes.shape[-1]
     total = sizes.sum(-1)
     share = hits.sum(-1) / total
@@ -100,26 +119,17 @@ def share_bounds(
     variance = residuals * texts / (texts - 1) / total**2
 
     # In units of share · (1 - share) it is 1 / N with ρ = 0, Σ n² / N² with ρ = 1, and linear in ρ between.
-    bernoulli = share * (1 - share)
+    unit = share * (1 - share)
     independent = 1 / total
     by_text = (sizes**2).sum(-1) / total**2
-    relative = np.where(bernoulli > 0, variance / np.where(bernoulli > 0, bernoulli, 1.0), independent)
+    relative = np.where(unit > 0, variance / np.where(unit > 0, unit, 1.0), independent)
     room = by_text - independent
     correlation = np.clip((relative - independent) / np.where(room > 0, room, 1.0), 0.0, 1.0)
+
+    # ρ cannot be told from few events: it is drawn towards 1.
     correlation += (1 - correlation) / (1 + events**1.5)
-    draws = 1 / ((1 - correlation) * independent + correlation * by_text)
-
-    # Wilson's interval of as many independent draws, with Student's quantile t in place of the normal one:
-    # (p + t² / 2N ± t · √(p (1 - p) / N + t² / 4N²)) / (1 + t² / N).
-    freedom = np.minimum(texts - 1, _FREE + np.floor(events))
-    quantile = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])(freedom)
-    shrink = 1 + quantile**2 / draws
-    centre = (share + quantile**2 / (2 * draws)) / shrink
-    half = quantile / shrink * np.sqrt(bernoulli / draws + quantile**2 / (4 * draws**2))
-
-    # At the ends a bound is the share itself, which rounding must not miss.
-    low = np.where(share <= 0, 0.0, np.clip(centre - half, 0.0, share))
-    return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
+    draws: FloatArray = 1 / ((1 - correlation) * independent + correlation * by_text)
+    return draws
 
 
 def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
@@ -135,20 +145,21 @@ def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, lev
     events = _events(gained + lost, sizes)
     up_low, up_high = share_bounds(gained, sizes, events, level=level)
     down_low, down_high = share_bounds(lost, sizes, events, level=level)
-    # How far both go together over texts, as a correlation of at most 0.
-    up_residuals = gained - up[..., None] * sizes
-    down_residuals = lost - down[..., None] * sizes
-    scale = np.sqrt((up_residuals**2).sum(-1) * (down_residuals**2).sum(-1))
-    together = np.minimum(0.0, (up_residuals * down_residuals).sum(-1) / np.where(scale > 0, scale, 1.0))
+    correlation = np.minimum(0.0, _correlation(gained - up[..., None] * sizes, lost - down[..., None] * sizes))
 
-    # Half widths a and b of two intervals make one of √(a² + b² - 2 ρ a b).
-    def combine(first: FloatArray, second: FloatArray) -> FloatArray:
-        width: FloatArray = np.sqrt(first**2 + second**2 - 2 * together * first * second)
+    # Half widths a and b of two intervals with the correlation ρ make one of √(a² + b² - 2 ρ a b).
+    def combine(a: FloatArray, b: FloatArray) -> FloatArray:
+        width: FloatArray = np.sqrt(a**2 + b**2 - 2 * correlation * a * b)
         return width
 
-    below = combine(up - up_low, down_high - down)
-    above = combine(up_high - up, down - down_low)
-    return up - down - below, up - down + above
+    return up - down - combine(up - up_low, down_high - down), up - down + combine(up_high - up, down - down_low)
+
+
+def _correlation(first: FloatArray, second: FloatArray) -> FloatArray:
+    """How far two residuals, [..., texts], go together over texts."""
+    scale = np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
+    correlation: FloatArray = (first * second).sum(-1) / np.where(scale > 0, scale, 1.0)
+    return correlation
 
 
 def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
@@ -170,6 +181,14 @@ def _events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
     squares = (counts**2).sum(-1)
     events: FloatArray = (counts.sum(-1) ** 2 / np.where(squares > 0, squares, 1.0)).min(0)
     return events
+
+
+def _quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
+    """Student's, of as many degrees of freedom as there are events and a few more, but fewer than texts."""
+    freedom = np.minimum(texts - 1, _FREE + np.floor(events))
+    of_each = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])
+    quantiles: FloatArray = of_each(freedom)
+    return quantiles
 
 
 @lru_cache(maxsize=4096)

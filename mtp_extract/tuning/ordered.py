@@ -27,7 +27,8 @@ from mtp_extract.checkpoint.weight import of_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.evaluation.agreement import estimate_share, groups
+from mtp_extract.evaluation.agreement import estimate_share
+from mtp_extract.evaluation.base_texts import groups
 from mtp_extract.evaluation.progress import Show
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, split_of

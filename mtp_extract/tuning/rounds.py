@@ -18,8 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, RoundStart
-from mtp_extract.evaluation.agreement import Acceptance, groups
+from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.base_model import free_memory
+from mtp_extract.evaluation.base_texts import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, argmax_tokens

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
-from mtp_extract.evaluation.agreement import continue_prompts, groups
+from mtp_extract.evaluation.base_texts import continue_prompts, groups
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mtp_extract.architecture.roles import MATRIX, roles_of
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluation.agreement import measure_agreements, write_texts
+from mtp_extract.evaluation.agreement import measure_agreements
 from mtp_extract.evaluation.base_model import load_base, memory_guard
+from mtp_extract.evaluation.base_texts import write_texts
 from mtp_extract.evaluation.progress import Say, Show
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
 from mtp_extract.insertion.activations import Range, Ranges

@@ -17,14 +17,8 @@ from mtp_extract.architecture import architecture_of
 from mtp_extract.drafter.mtp import LITERT, Convention, FaultyDrafter, MtpDrafter, MtpState
 from mtp_extract.drafter.network import DrafterNetwork
 from mtp_extract.drafter.protocol import RoundStart
-from mtp_extract.evaluation.agreement import (
-    Asked,
-    Continuations,
-    estimate_difference,
-    estimate_share,
-    figure,
-    measure_agreements,
-)
+from mtp_extract.evaluation.agreement import Asked, estimate_difference, estimate_share, figure, measure_agreements
+from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record

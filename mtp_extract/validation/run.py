@@ -20,16 +20,9 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import (
-    Asked,
-    Continuations,
-    acceptance_of,
-    compare_acceptance,
-    figures,
-    known,
-    write_texts,
-)
+from mtp_extract.evaluation.agreement import Asked, acceptance_of, compare_acceptance, figures, known
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluation.base_texts import Continuations, write_texts
 from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name

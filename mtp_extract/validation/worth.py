@@ -14,7 +14,8 @@ from statistics import fmean
 
 from torch import Tensor
 
-from mtp_extract.evaluation.agreement import Continuations, figure, known
+from mtp_extract.evaluation.agreement import figure, known
+from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import over_texts, share_bounds
 from mtp_extract.evaluation.progress import Show, report_each, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.random_pairs import base_alone, random_base
 
-from mtp_extract.evaluation.agreement import continue_prompts, groups
+from mtp_extract.evaluation.base_texts import continue_prompts, groups
 from mtp_extract.speculate.target import Base
 
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9), (2, 2), (5, 4, 3))

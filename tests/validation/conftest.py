@@ -14,8 +14,8 @@ import mtp_extract
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.base_texts import Continuations, write_texts
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.validation.plan import ValidationPlan

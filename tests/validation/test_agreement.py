@@ -7,7 +7,8 @@ import torch
 from helpers.stepping import teacher_forced_by_stepping
 
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import Continuations, figures, measure_agreements
+from mtp_extract.evaluation.agreement import figures, measure_agreements
+from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import SpeculativeGenerator

@@ -13,8 +13,8 @@ from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import TRANSFORMERS, MtpDrafter
 from mtp_extract.drafter.protocol import BaseOutput, RoundStart
-from mtp_extract.evaluation.agreement import Continuations, write_texts
 from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.evaluation.base_texts import Continuations, write_texts
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from mtp_extract.evaluation.agreement import Continuations, measure_agreements
+from mtp_extract.evaluation.agreement import measure_agreements
+from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement

@@ -1,0 +1,123 @@
+"""The base's own text: what it writes after prompts, and which of the texts say something new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn.utils import rnn
+
+from mtp_extract.errors import PairError
+from mtp_extract.evaluation.intervals import find_repeats
+from mtp_extract.evaluation.progress import Say, Show, report_each, silent
+from mtp_extract.evaluation.prompts import Prompt
+from mtp_extract.speculate.codec import Codec
+from mtp_extract.speculate.target import Base
+from mtp_extract.speculate.teacher import Text
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """The base's greedy continuations, one a prompt, in order."""
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[Text, ...]  # prompt and continuation
+
+    @cached_property
+    def usable(self) -> list[int]:
+        """Indices of texts with a position to draft from; of those that repeat one another, the first."""
+        again = find_repeats([text.tokens for text in self.texts])
+        return [index for index, text in enumerate(self.texts) if text.anchors and index not in again]
+
+    @property
+    def workloads(self) -> dict[str, list[int]]:
+        """Indices of the texts of each, by name, in order of first appearance."""
+        names = [prompt.workload for prompt in self.prompts]
+        indices: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            indices.setdefault(name, []).append(index)
+        return indices
+
+
+def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
+    """Indices in groups of similar length, so that little of a batch is padding.
+
+    A last group of one joins the one before: some controls need two texts.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    if batch > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [batches[-2] + batches[-1]]
+    return batches
+
+
+@torch.inference_mode()
+def continue_prompts(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    batch: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    show: Show = silent,
+) -> list[tuple[int, ...]]:
+    """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    continuations: dict[int, tuple[int, ...]] = {}
+    batches = groups(list(map(len, prompts)), batch)
+    for number, group in enumerate(report_each(batches, show, "the base's text")):
+        written = _generate(base, [prompts[index] for index in group], seed + (number << 20), options)
+        continuations.update(zip(group, written, strict=True))
+    return [continuations[index] for index in range(len(prompts))]
+
+
+def _generate(
+    base: Base, prompts: Sequence[Sequence[int]], seed: int, options: Mapping[str, Any]
+) -> Iterator[tuple[int, ...]]:
+    """What transformers' generation with these ``options`` writes after each of a batch of ``prompts``."""
+    device = base.device
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        generated = base.model.generate(
+            input_ids=tokens.clamp(min=0), attention_mask=(tokens >= 0).long(), pad_token_id=0, **options
+        )
+    stop_tokens = frozenset(base.stop_token_ids)
+    for row in generated[:, tokens.shape[1] :].tolist():
+        # What comes after a stop token is padding.
+        end = next((place + 1 for place, token in enumerate(row) if token in stop_tokens), len(row))
+        yield tuple(row[:end])
+
+
+def write_texts(
+    base: Base,
+    codec: Codec,
+    prompts: Sequence[Prompt],
+    *,
+    new_tokens: int,
+    batch: int,
+    chat_template: bool,
+    say: Say = silent,
+    show: Show = silent,
+) -> Continuations:
+    """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
+    encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
+    longest = max(map(len, encoded)) + new_tokens
+    context = base.config.max_position_embeddings
+    if longest > context:
+        raise PairError(
+            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
+            "shorter prompts.",
+            remedies=("prompts", "new_tokens"),
+        )
+    say(f"continuing {len(prompts)} prompts with the base alone")
+    written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
+    texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
+    return Continuations(tuple(prompts), tuple(texts))
