@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,20 +107,15 @@ def gather_texts(pair: Pair, tell: Show = silent) -> Corpus:
     """
     plan = pair.plan
     sides = split_prompts(plan)
-    # Texts by people are there already, but for the shipped prompts; all others are to be written.
-    unwritten = [(side, item) for side in sides if side == SHIPPED or not plan.text for item in sides[side]]
-    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in unwritten]
-    to_train = [tokens for tokens, (side, _) in zip(prompts, unwritten, strict=True) if side == TRAINED]
-    contents = {tokens: item.content for tokens, (_, item) in zip(prompts, unwritten, strict=True)}
-
-    text_from = None
+    asked = _prompts_to_continue(pair, sides)
+    to_train = [prompt.tokens for prompt in asked if prompt.side == TRAINED]
     with connect_writer(plan) as server:
+        contents = {prompt.tokens: prompt.item.content for prompt in asked}
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        written = list(_people_texts(sides, writer))
-        new = writer.texts(prompts, tell)
-        written += [(side, item, text) for (side, item), text in zip(unwritten, new, strict=True)]
-        texts = {side: [text for of_side, _, text in written if of_side == side] for side in sides}
+        written = [*_people_texts(sides, writer), *_continued(asked, writer, tell)]
+        texts = _by_side(written)
 
+        text_from = None
         if server or plan.text:
             # How far the base at hand would have written the same.
             greedy = replace(writer, temperature=0.0).texts(to_train, tell) if plan.temperature else texts[TRAINED]
@@ -131,17 +126,55 @@ def gather_texts(pair: Pair, tell: Show = silent) -> Corpus:
             kinds += _further_kinds(writer, to_train, tell)
 
     # Of texts that are alike the first one's prompt counts.
-    item_of = {text: item for _, item, text in reversed(written)}
+    item_of = {each.text: each.item for each in reversed(written)}
     return _split(kinds, texts, item_of, plan.draft_steps, text_from)
 
 
-def _people_texts(sides: Mapping[str, Sequence[Prompt]], writer: Writer) -> Iterator[tuple[str, Prompt, Text]]:
-    """By side, the texts by people that the plan has, if it has any, each with the item that it comes from."""
+class _Asked(NamedTuple):
+    """A prompt that is to be continued."""
+
+    side: str
+    item: Prompt
+    tokens: PromptTokens
+
+
+class _Written(NamedTuple):
+    """A text, and the prompt or text by people that it comes from."""
+
+    side: str
+    item: Prompt
+    text: Text
+
+
+def _by_side(written: Sequence[_Written]) -> dict[str, list[Text]]:
+    texts: dict[str, list[Text]] = {side: [] for side in (*_LEAST, SHIPPED)}
+    for each in written:
+        texts[each.side].append(each.text)
+    return texts
+
+
+def _prompts_to_continue(pair: Pair, sides: Mapping[str, Sequence[Prompt]]) -> list[_Asked]:
+    """Where texts are people's, the shipped prompts alone: the others are there already."""
+    plan = pair.plan
+    prompts = [(side, item) for side in sides if side == SHIPPED or not plan.text for item in sides[side]]
+    return [
+        _Asked(side, item, pair.codec.encode(item.content, chat_template=plan.chat_template)) for side, item in prompts
+    ]
+
+
+def _people_texts(sides: Mapping[str, Sequence[Prompt]], writer: Writer) -> Iterator[_Written]:
+    """The texts by people that the plan has, if it has any."""
     if writer.pair.plan.text:
         for side, items in sides.items():
             for item in items if side != SHIPPED else ():
                 for text in people_texts(item, writer):
-                    yield side, item, text
+                    yield _Written(side, item, text)
+
+
+def _continued(asked: Sequence[_Asked], writer: Writer, tell: Show) -> list[_Written]:
+    """What ``writer`` writes after each prompt."""
+    texts = writer.texts([prompt.tokens for prompt in asked], tell)
+    return [_Written(prompt.side, prompt.item, text) for prompt, text in zip(asked, texts, strict=True)]
 
 
 def _split(

@@ -8,7 +8,7 @@ as if it were not there (straight-through). Scales and zero points are never cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -62,12 +62,7 @@ class Latents(nn.Module):
         self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
         self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
         origins: dict[object, str] = {}
-        # An ordered head is not trained here: choosing clusters passes no gradient.
-        kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
-        for role in shapes_of(checkpoint.config):
-            # What the first norm of an EAGLE-3 head would learn, fc learns, whatever the sizes of states.
-            if role.name in ("input_norm", *HEAD_ROLES, *idle) or role.kind not in kinds:
-                continue
+        for role in _trained_roles(checkpoint, mode, idle):
             weight = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(weight.origin or role.name, role.name.replace(".", "/"))
@@ -133,6 +128,16 @@ class Latents(nn.Module):
                 new = old if np.array_equal(numbers, old.array()) else of_array(numbers)
             tensors.update({role.name: new for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
+
+
+def _trained_roles(checkpoint: Checkpoint, mode: Mode, idle: Sequence[str]) -> Iterator[Role]:
+    kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
+    # Choosing the clusters of an ordered head passes no gradient. What the first norm of an EAGLE-3 head would learn,
+    # fc learns, whatever the sizes of states.
+    others = ("input_norm", *HEAD_ROLES, *idle)
+    for role in shapes_of(checkpoint.config):
+        if role.kind in kinds and role.name not in others:
+            yield role
 
 
 class Grid:

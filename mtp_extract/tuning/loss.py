@@ -98,6 +98,11 @@ class TrainingRows:
     cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
+    def weights(self, piece: Tensor, loss: str, share: float) -> Tensor:
+        """F32 [n]: what each of the rows ``piece`` counts in ``loss``, which has this ``share`` of all."""
+        weights = share * torch.full((len(piece),), self.weight, device=self.choosing.device)
+        return weights * self.choosing[piece] if loss == "ce" else weights
+
 
 @torch.no_grad()
 def compute_gradient(
@@ -133,11 +138,10 @@ def _of_logits(rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor) 
     """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
     their loss [], and how well each agrees [n].
     """
-    where = rows.where[piece]
     log_p = None
     if rows.objective.keys() != {"ce"}:
         # Before the drafter's logits are there: making the base's takes several times their memory.
-        log_p = _base_log_probabilities(rows, where)
+        log_p = _base_log_probabilities(rows, rows.where[piece])
     logits = (states @ head.T).float()
     tanh = None
     if rows.cap is not None:
@@ -145,25 +149,32 @@ def _of_logits(rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor) 
         logits = tanh * rows.cap
     logits.div_(rows.temperature)
 
-    loss = torch.zeros((), device=states.device)
+    gradient, loss, agreement = _of_objective(rows, piece, logits, log_p)
+    if tanh is not None:
+        # The derivative of c · tanh(x / c) is 1 - tanh².
+        gradient.mul_(tanh.square_().neg_().add_(1))
+    return gradient, loss, agreement
+
+
+def _of_objective(
+    rows: TrainingRows, piece: Tensor, logits: Tensor, log_p: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_of_logits`, by ``logits`` after cap and temperature; the agreement is the first loss's."""
+    loss = torch.zeros((), device=logits.device)
     parts: list[tuple[Tensor, Tensor]] = []
-    last = len(rows.objective) - 1
     for number, (name, share) in enumerate(rows.objective.items()):
         # A loss overwrites its logits: all but the last get a copy.
-        gradient = logits.clone() if number < last else logits
-        aim = rows.choices[where] if log_p is None or name == "ce" else log_p
+        gradient = logits.clone() if number < len(rows.objective) - 1 else logits
+        aim = rows.choices[rows.where[piece]] if log_p is None or name == "ce" else log_p
         losses, agreement = _GRADIENTS[name](gradient, aim)
-        weights = share * torch.full((len(piece),), rows.weight, device=states.device)
-        weights = weights * rows.choosing[piece] if name == "ce" else weights
+        weights = rows.weights(piece, name, share)
         loss += losses @ weights
-        parts.append((gradient.mul_((weights / rows.temperature)[:, None]), agreement))
+        gradient *= (weights / rows.temperature)[:, None]
+        parts.append((gradient, agreement))
 
     total, agreement = parts[0]
     for gradient, _ in parts[1:]:
         total.add_(gradient)
-    if tanh is not None:
-        # The derivative of c · tanh(x / c) is 1 - tanh².
-        total.mul_(tanh.square_().neg_().add_(1))
     return total, loss, agreement
 
 

@@ -9,7 +9,7 @@ of another: so the base also continues random tokens, and what the head keeps is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, split_of
 from mtp_extract.tuning.loss import argmax_tokens
 from mtp_extract.tuning.pair import Pair, as_written
-from mtp_extract.tuning.rounds import Rounds, counted_drafts, draw_batch
+from mtp_extract.tuning.rounds import Batch, Rounds, counted_drafts, draw_batch
 from mtp_extract.tuning.text import Writer
 from mtp_extract.tuning.train import EVALUATIONS, cosine_decay
 from mtp_extract.tuning.verdict import Comparisons, describe_change, units_of
@@ -78,30 +78,29 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     states = sum(len(sample.states) for sample in taught)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
-    steps = pair.plan.optimizer_steps
-    ordering, centroids, best_step = build_head(rows, taught, watched, count, steps, pair.plan.seed)
-    choose = _ClusterChoice.of(pair, dense_checkpoint, ordering, centroids)
+    head = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
+    choose = _ClusterChoice.of(pair, dense_checkpoint, head)
     top_k = least_top_k([choose.ranks(sample) for sample in watched], vocabulary, count)
-
-    # What of the dense head's choices it keeps, on each kind of held-out text.
-    shares: dict[str, Any] = {}
-    for name, texts, unit_of_text in _held_out_kinds(corpus, random_by_side[HELD_OUT]):
-        if texts:
-            sample = collect(pair, drafter, texts, _most_states(count))
-            shares[name] = choose.share_kept(sample, top_k, unit_of_text)
-
     tokens_a_cluster = vocabulary // count
     about: dict[str, Any] = {
         "centroids": count,
         "top_k": top_k,
         "tokens_a_cluster": tokens_a_cluster,
-        "best_step": best_step,
+        "best_step": head.best_step,
         "states": states,
         "rows_read": count + top_k * tokens_a_cluster,
         "rows_dense": vocabulary,
-        "kinds": shares,
+        "kinds": _shares_kept(pair, drafter, choose, top_k, _held_out_kinds(corpus, random_by_side[HELD_OUT])),
     }
-    return with_ordered_head(dense_checkpoint, ordering, centroids, top_k), about
+    return with_ordered_head(dense_checkpoint, head.ordering, head.centroids, top_k), about
+
+
+class OrderedHead(NamedTuple):
+    """Clusters of tokens, and what tells in which to look."""
+
+    ordering: Tensor  # int64 [V], the tokens cluster by cluster
+    centroids: Tensor  # F32 [C, width]
+    best_step: int  # of learning them
 
 
 class _ClusterChoice(NamedTuple):
@@ -111,20 +110,32 @@ class _ClusterChoice(NamedTuple):
     cluster: Tensor  # int64 [V]
 
     @classmethod
-    def of(cls, pair: Pair, checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor) -> _ClusterChoice:
-        """Of the head with this ``ordering`` and these ``centroids``, written as the pair's drafter is."""
-        written = as_written(pair.origin, with_ordered_head(checkpoint, ordering, centroids, 1)).tensors[CENTROIDS]
-        return cls(torch.from_numpy(written.array().copy()), cluster_of(ordering, len(centroids)))
+    def of(cls, pair: Pair, checkpoint: Checkpoint, head: OrderedHead) -> _ClusterChoice:
+        """Of ``head``, written as the pair's drafter is."""
+        with_head = with_ordered_head(checkpoint, head.ordering, head.centroids, 1)
+        written = as_written(pair.origin, with_head).tensors[CENTROIDS]
+        return cls(torch.from_numpy(written.array().copy()), cluster_of(head.ordering, len(head.centroids)))
 
     def ranks(self, sample: HeadSample) -> Tensor:
         """int64 [N]: how many clusters come before the one that has the dense head's choice."""
         return ranks(sample.states, self.centroids, self.cluster[sample.choices])
 
-    def share_kept(self, sample: HeadSample, top_k: int, unit_of_text: Tensor) -> dict[str, Any]:
-        """The share of the dense head's choices that are in the first ``top_k`` clusters, for the record."""
-        hits = (self.ranks(sample) < top_k).double()
-        share = estimate_share(unit_of_text[sample.text], hits)
-        return {"share": share.value, "interval": share.ci95}
+
+def _shares_kept(
+    pair: Pair,
+    drafter: Network,
+    choose: _ClusterChoice,
+    top_k: int,
+    kinds: Iterable[tuple[str, Sequence[Text], Tensor]],
+) -> dict[str, Any]:
+    """What share of the dense head's choices is in the first ``top_k`` clusters, by kind of held-out text."""
+    shares = {}
+    for name, texts, unit_of_text in kinds:
+        if texts:
+            sample = collect(pair, drafter, texts, _most_states(len(choose.centroids)))
+            share = estimate_share(unit_of_text[sample.text], choose.ranks(sample) < top_k)
+            shares[name] = {"share": share.value, "interval": share.ci95}
+    return shares
 
 
 def _most_states(count: int) -> int:
@@ -233,27 +244,35 @@ def collect(
         MtpExtractError: no draft counts.
     """
     plan = pair.plan
-    head = drafter.lm_head
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
     parts: list[HeadSample] = []
     for group in groups([len(text.tokens) for text in texts], plan.batch):
         batch = draw_batch(pair, drafter, [texts[index] for index in group], anchors)
-        counts = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
-        text = torch.tensor(group)[None, :, None].expand(counts.shape)[counts.cpu()]
-        for convention in conventions:
-            states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
-            choices = argmax_tokens(head, states, len(head.weight))
-            parts.append(HeadSample(states.cpu(), choices.cpu(), text))
-    if not sum(len(part.states) for part in parts):
+        parts += _states_of_batch(pair, drafter, batch, torch.tensor(group), conventions)
+    if not any(len(part.states) for part in parts):
         message = "expected text that the base would write, found none of which a draft counts. Give other text."
         raise MtpExtractError(message, remedies=("text", "prompts"))
     return HeadSample(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
 
 
+def _states_of_batch(
+    pair: Pair, drafter: Network, batch: Batch, texts: Tensor, conventions: Sequence[Convention]
+) -> Iterator[HeadSample]:
+    """The states of a batch that count, by each of ``conventions``; ``texts`` int64 [B] are its texts' numbers."""
+    plan = pair.plan
+    head = drafter.lm_head
+    counts = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    text = texts[None, :, None].expand(counts.shape)[counts.cpu()]
+    for convention in conventions:
+        states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
+        choices = argmax_tokens(head, states, len(head.weight))
+        yield HeadSample(states.cpu(), choices.cpu(), text)
+
+
 def build_head(
     head: Tensor, taught: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
-) -> tuple[Tensor, Tensor, int]:
-    """``count`` clusters, the tokens cluster by cluster int64 [V]; their centroids; and the step that made these.
+) -> OrderedHead:
+    """A head of ``count`` clusters.
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
@@ -268,7 +287,7 @@ def build_head(
     taught = [sample._replace(choices=cluster[sample.choices]) for sample in taught]
     watched = [sample._replace(choices=cluster[sample.choices]) for sample in watched]
     centroids, best_step = learn_centroids(taught, watched, means, steps=steps, seed=seed)
-    return ordering, centroids, best_step
+    return OrderedHead(ordering, centroids, best_step)
 
 
 def _token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
@@ -349,13 +368,11 @@ def learn_centroids(
     # States of a root mean square of 1, and scores of about as much.
     some = taught[0].states
     size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
-    best = means / (float(means.norm(dim=1).mean()) or 1.0)
-    rows = best.clone().requires_grad_()
+    rows = (means / (float(means.norm(dim=1).mean()) or 1.0)).requires_grad_()
     highest_rate = 1 / means.shape[1]
     optimizer = torch.optim.Adam([rows], lr=highest_rate, betas=(0.9, 0.99))
 
-    best_score = _score_centroids(rows, watched, size)
-    best_step = 0
+    best = _ScoredCentroids.of(rows, 0, watched, size)
     for step in range(1, steps + 1):
         states, cluster = _draw_states(taught, random)
         optimizer.param_groups[0]["lr"] = highest_rate * cosine_decay((step - 1) / steps)
@@ -364,18 +381,25 @@ def learn_centroids(
         cross_entropy(scores, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
-            score = _score_centroids(rows, watched, size)
-            if score < best_score:
-                best = rows.detach().clone()
-                best_score = score
-                best_step = step
-    return best / size, best_step
+            # Of those that are as good, the earlier.
+            best = min(best, _ScoredCentroids.of(rows, step, watched, size), key=lambda centroids: centroids.score)
+    return best.rows / size, best.step
 
 
-def _score_centroids(rows: Tensor, watched: Sequence[HeadSample], size: float) -> tuple[int, float]:
-    """Less is better: how many clusters are enough on the worst kind of text; then the mean log2 of ranks, summed."""
-    kinds = [ranks(sample.states / size, rows.detach(), sample.choices) for sample in watched]
-    return clusters_needed(kinds), sum(float((rank + 1).double().log2().mean()) for rank in kinds)
+class _ScoredCentroids(NamedTuple):
+    """Centroids on the way: less is better."""
+
+    score: tuple[int, float]  # clusters that are enough on the worst kind of text; the mean log2 of ranks, summed
+    step: int
+    rows: Tensor  # a copy
+
+    @classmethod
+    def of(cls, rows: Tensor, step: int, watched: Sequence[HeadSample], size: float) -> _ScoredCentroids:
+        """Of ``rows`` for states that are divided by ``size``."""
+        copied = rows.detach().clone()
+        kinds = [ranks(sample.states / size, copied, sample.choices) for sample in watched]
+        mean_logs = [float((rank + 1).double().log2().mean()) for rank in kinds]
+        return cls((clusters_needed(kinds), sum(mean_logs)), step, copied)
 
 
 def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -260,22 +260,23 @@ def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, comp
     rows_at_once = max(1, LOGITS_AT_ONCE // pair.base.vocab_size)
     for drafts in torch.split(complete.expand(len(states), -1, -1).nonzero(), rows_at_once):
         index = drafts.unbind(1)
+        place = positions[index]
+        accepted, overlap = _acceptance_of_rows(pair, drafter, states[index], hidden[place], tokens[place + 1])
         index_on_cpu = drafts.cpu().unbind(1)
-        next_token = tokens[positions[index] + 1]
-        logits = drafter.logits(states[index]).float()
-        if pair.plan.temperature == 0:
-            accepted = logits.argmax(-1) == next_token
-            overlap = accepted
-        else:
-            accepted, overlap = _sampled_acceptance(pair, logits, hidden[positions[index]], next_token)
         of_token[index_on_cpu] = accepted.double().cpu()
         mean[index_on_cpu] = overlap.double().cpu()
     return of_token, mean
 
 
-def _sampled_acceptance(pair: Pair, logits: Tensor, hidden: Tensor, next_token: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`_acceptance`, [n], of the drafter's ``logits`` [n, V] and the base's state ``hidden`` [n, width]."""
+def _acceptance_of_rows(
+    pair: Pair, drafter: Network, states: Tensor, hidden: Tensor, next_token: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_acceptance`, [n], of ``states`` [n, width] and the base's ``hidden`` states [n, base width]."""
+    logits = drafter.logits(states).float()
     temperature = pair.plan.temperature
+    if temperature == 0:
+        accepted = logits.argmax(-1) == next_token
+        return accepted, accepted
     q = torch.softmax(logits / temperature, dim=-1)
     base_logits = pair.base.logits(hidden.to(pair.base.device)).to(logits.device)
     p = torch.softmax(base_logits / temperature, dim=-1)

@@ -15,7 +15,6 @@ from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint
-    from mtp_extract.drafter.load import Network
     from mtp_extract.tuning.corpus import Corpus
     from mtp_extract.tuning.pair import Pair
     from mtp_extract.tuning.verdict import Comparisons
@@ -53,42 +52,27 @@ def run_tuning(
     plan.check()
     from mtp_extract.evaluation.base_model import memory_guard
     from mtp_extract.tuning.corpus import gather_texts, split_prompts
-    from mtp_extract.tuning.eagle3 import new_head
-    from mtp_extract.tuning.ordered import head_refusals, without_ordered_head
     from mtp_extract.tuning.pair import Pair, write_made
-    from mtp_extract.tuning.rounds import measure_acceptance
-    from mtp_extract.tuning.verdict import Comparisons
     from mtp_extract.tuning.work import lock_folder
 
     # Too few prompts are no reason to load a base.
     split_prompts(plan)
     pair = Pair(plan, say)
-    is_first = pair.accelerator.is_main_process
     _check_format(pair)
 
     # The first of several processes locks the folder for all.
+    is_first = pair.accelerator.is_main_process
     with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
         corpus = gather_texts(pair, tell)
-        if plan.mode == EAGLE3:
-            new_head(pair, corpus.trained)
-        drafter = (
-            pair.drafter_of(without_ordered_head(pair.origin.checkpoint)) if plan.mode == ORDERED else pair.drafter
-        )
-        held_out = [text for _, text in corpus.held_out]
-        pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
-        before = measure_acceptance(pair, drafter, held_out)
-        checkpoint, about = _make(pair, drafter, corpus, tell, stop)
-        pair.say("measuring what was made on the held-out texts")
-        comparisons = Comparisons.of(corpus, before, measure_acceptance(pair, pair.drafter_of(checkpoint), held_out))
-
-    refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+        checkpoint, about, comparisons = _make_and_compare(pair, corpus, tell, stop)
+    refused = tuple(_refusals(plan, about, comparisons))
     record = {**about, **_describe(pair, corpus, refused, comparisons)}
-    is_saved = plan.force or not refused
-    if is_saved and is_first:
+    directory = plan.target if plan.force or not refused else None
+    if directory and is_first:
         write_made(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
     pair.accelerator.wait_for_everyone()
     notes = (*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided(), *_text_notes(corpus))
-    return Outcome(plan.target if is_saved else None, refused, comparisons, corpus, record, notes)
+    return Outcome(directory, refused, comparisons, corpus, record, notes)
 
 
 def _check_format(pair: Pair) -> None:
@@ -103,15 +87,37 @@ def _check_format(pair: Pair) -> None:
         latents_of(pair)
 
 
-def _make(
-    pair: Pair, drafter: Network, corpus: Corpus, tell: Show, stop: Callable[[], bool]
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that the plan's mode makes, and how it was made, for the record."""
-    from mtp_extract.tuning.ordered import make_head
+def _make_and_compare(
+    pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
+) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
+    """What the plan's mode makes, how it was made, and how it drafts on held-out text beside what was there before."""
+    from mtp_extract.tuning.eagle3 import new_head
+    from mtp_extract.tuning.ordered import make_head, without_ordered_head
+    from mtp_extract.tuning.rounds import measure_acceptance
+    from mtp_extract.tuning.verdict import Comparisons
+
+    mode = pair.plan.mode
+    if mode == EAGLE3:
+        new_head(pair, corpus.trained)
+    # An ordered head is compared with the dense one.
+    before = pair.drafter_of(without_ordered_head(pair.origin.checkpoint)) if mode == ORDERED else pair.drafter
+    held_out = [text for _, text in corpus.held_out]
+    pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
+    acceptance = measure_acceptance(pair, before, held_out)
+
+    if mode == ORDERED:
+        checkpoint, about = make_head(pair, before, corpus, tell)
+    else:
+        checkpoint, about = _train(pair, corpus, tell, stop)
+    pair.say("measuring what was made on the held-out texts")
+    after = measure_acceptance(pair, pair.drafter_of(checkpoint), held_out)
+    return checkpoint, about, Comparisons.of(corpus, acceptance, after)
+
+
+def _train(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> tuple[Checkpoint, dict[str, Any]]:
+    """The trained checkpoint, and how it was trained, for the record."""
     from mtp_extract.tuning.train import latents_of, train
 
-    if pair.plan.mode == ORDERED:
-        return make_head(pair, drafter, corpus, tell)
     latents = latents_of(pair)
     progress = train(pair, corpus, latents, tell, stop)
     about = {
@@ -122,6 +128,13 @@ def _make(
         "interrupted": progress.interrupted,
     }
     return latents.tuned(progress.results), about
+
+
+def _refusals(plan: TuningPlan, about: Mapping[str, Any], comparisons: Comparisons) -> Iterator[str]:
+    """Why what was made is not to be saved."""
+    from mtp_extract.tuning.ordered import head_refusals
+
+    return head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused()
 
 
 def _describe(pair: Pair, corpus: Corpus, refused: Sequence[str], comparisons: Comparisons) -> dict[str, Any]:

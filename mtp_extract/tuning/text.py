@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -98,15 +98,10 @@ class Writer:
         for first in range(0, len(batches), accelerator.num_processes):
             # A batch for each process, whose lines the first of them writes.
             together = batches[first : first + accelerator.num_processes]
-            lines = []
-            for batch in together[accelerator.process_index :][:1]:
-                name = self._name(batch)
-                if name not in stored:
-                    lines.append(TextBatch(name, self._continued(batch)))
-            lines = gather_object(lines)
+            lines = self._new_lines(together[accelerator.process_index :][:1], stored)
             if lines and accelerator.is_main_process:
                 with replace_file(path, size) as file:
-                    size += file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+                    size += file.write(msgspec.json.Encoder().encode_lines(lines))
             stored.update({line.name: line.tokens for line in lines})
             done += sum(map(len, together))
             tell(f"text {done} of {prompts}", done, prompts)
@@ -115,6 +110,13 @@ class Writer:
         for batch in batches:
             written.update(zip(batch, stored[self._name(batch)], strict=True))
         return written
+
+    def _new_lines(self, batches: Sequence[Sequence[PromptTokens]], stored: Container[str]) -> list[TextBatch]:
+        """What all processes write now, each after its ``batches``, as far as that is not ``stored``."""
+        names = {self._name(batch): batch for batch in batches}
+        new = [TextBatch(name, self._continued(batch)) for name, batch in names.items() if name not in stored]
+        lines: list[TextBatch] = gather_object(new)
+        return lines
 
     def _continued(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What follows each of a batch, whose rows draw other numbers from one seed."""
@@ -242,6 +244,13 @@ def connect_writer(plan: TuningPlan) -> Iterator[Server | None]:
 
 
 @torch.no_grad()
+def _tokens_of_base(base: Base, text: Text) -> int:
+    """How many tokens of the continuation are the choice of ``base``."""
+    hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
+    choices = argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
+    return sum(map(eq, choices, text.continuation))
+
+
 def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[str, Any]:
     """How far greedy ``texts`` by a server, or texts by people, are what ``base`` would write, over some of them.
 
@@ -252,15 +261,8 @@ def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[
         PairError: a server has another base.
     """
     chosen = texts[:: -(-len(texts) // _LOOKED_AT) or 1]
-    hits = 0
-    positions = 0
-    for text in chosen:
-        hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
-        choices = argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
-        hits += sum(map(eq, choices, text.continuation))
-        positions += len(text.continuation)
-
-    share = hits / max(1, positions)
+    positions = sum(len(text.continuation) for text in chosen)
+    share = sum(_tokens_of_base(base, text) for text in chosen) / max(1, positions)
     name = server.kind.name if server else "people"
     if server and share < LEAST_AGREEMENT and positions:
         raise PairError(

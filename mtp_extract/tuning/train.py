@@ -206,8 +206,9 @@ def _backward(
 
     # Rounds with the latents' weights, so that gradients reach these.
     replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
-    arguments = (batch, pair.base.embed, convention)
-    states = functional_call(Rounds(drafter, pair.plan.draft_steps), replaced, arguments)[within]
+    states = functional_call(Rounds(drafter, pair.plan.draft_steps), replaced, (batch, pair.base.embed, convention))[
+        within
+    ]
     loss, agreement, gradients = compute_gradient(rows, states, head)
     # The head has no gradient where it is not trained.
     torch.autograd.backward((states, head)[: len(gradients)], gradients)
@@ -268,12 +269,11 @@ def _batch(pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: in
     shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
     drawn = [random_anchors([texts[index]], ANCHORS, _random(plan.seed, 2, step, index)) for index in shard]
     anchors, real = map(torch.cat, zip(*drawn, strict=True))
-    items = states.of([texts[index] for index in shard])
-    batch = Batch.of(items, pair.drafter.needs, anchors, real, accelerator.device)
-
-    convention = int(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
+    columns = states.of([texts[index] for index in shard])
+    batch = Batch.of(columns, pair.drafter.needs, anchors, real, accelerator.device)
+    is_second = bool(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
     anchors_of_step = sum(min(ANCHORS, len(text.anchors)) for text in texts)
-    return batch, (LITERT, TRANSFORMERS)[convention], accelerator.num_processes / anchors_of_step
+    return batch, TRANSFORMERS if is_second else LITERT, accelerator.num_processes / anchors_of_step
 
 
 def _texts_of_step(kinds: Sequence[Sequence[Text]], step: int, count: int, seed: int) -> list[Text]:
