@@ -142,8 +142,10 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     return content
 
 
-def differences(expected: Any, found: Any, place: str = "") -> Iterator[Difference]:
+def differences(expected: Any, found: Any, close: float = 0.0, place: str = "") -> Iterator[Difference]:
     """Where ``found`` is not ``expected``, key by key; a key that is absent counts as one that is None.
+
+    Floats may differ by the share ``close`` of what is expected.
 
     >>> list(differences({"a": {"b": 1}}, {"a": {"b": 2}}))
     [Difference(place='a.b', expected=1, found=2)]
@@ -152,9 +154,16 @@ def differences(expected: Any, found: Any, place: str = "") -> Iterator[Differen
         expected, found = ({str(index): value for index, value in enumerate(values)} for values in (expected, found))
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         for key in {**expected, **found}:
-            yield from differences(expected.get(key), found.get(key), f"{place}.{key}" if place else key)
-    elif expected != found:
+            yield from differences(expected.get(key), found.get(key), close, f"{place}.{key}" if place else key)
+    elif not _is_close(expected, found, close):
         yield Difference(place, expected, found)
+
+
+def _is_close(expected: Any, found: Any, close: float) -> bool:
+    if not isinstance(expected, float) or not isinstance(found, int | float):
+        return bool(expected == found)
+    # Not a difference: an integer of a configuration may be too large for a float.
+    return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Shard
+from mtp_extract.checkpoint.documents import differences
 from mtp_extract.errors import PairError, escape
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.insertion.base import BundledBase
@@ -33,12 +35,14 @@ def check_drafter(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) ->
     Raises:
         PairError: they are not of one shape, or compute differently; the message lists how.
     """
-    compared = {key: (getattr(checkpoint, key), getattr(graph, key)) for key in _COMPARED}
+    expected = {key: getattr(checkpoint, key) for key in _COMPARED}
+    of_graph = {key: getattr(graph, key) for key in _COMPARED}
     for layer_type, rope in graph.rope.items():
         for key in ("theta", "partial_rotary_factor", "factor"):
-            other = getattr(checkpoint.rope.get(layer_type), key, None)
-            compared[f"RoPE's {key} in {layer_type}"] = other, getattr(rope, key)
-    if wrong := _differences(compared, _ALIKE):
+            place = f"RoPE's {key} in {layer_type}"
+            expected[place] = getattr(checkpoint.rope.get(layer_type), key, None)
+            of_graph[place] = getattr(rope, key)
+    if wrong := _describe_differences(expected, of_graph, _ALIKE):
         raise PairError(
             f"{name}: the checkpoint does not fit its drafter, which has {wrong}. Give the checkpoint of a drafter for "
             "this bundle."
@@ -59,7 +63,7 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
     Raises:
         PairError: they are not; the message lists what differs.
     """
-    walk, text = base.walk, checkpoint.text
+    walk = base.walk
     graph = {
         "num_hidden_layers": walk.layers,
         "hidden_size": walk.width,
@@ -67,27 +71,18 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
         "rms_norm_eps": walk.rms_norm_eps,
         "final_logit_softcapping": walk.soft_cap,
     }
-    if wrong := _differences({key: (value, text.get(key, value)) for key, value in graph.items()}, _BASES_ALIKE):
+    stated = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
+    if wrong := _describe_differences(graph, stated, _BASES_ALIKE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
             f"{wrong}. Give the base that the bundle is of, or one tuned from it."
         )
 
 
-def _differences(compared: Mapping[str, tuple[object, object]], close: float) -> str:
-    """What differs of ``compared``, (expected, found) by name, floats by more than the share ``close``."""
-
-    def alike(expected: object, actual: object) -> bool:
-        if not isinstance(expected, float) or not isinstance(actual, int | float):
-            return expected == actual
-        # Not a difference: an integer of a configuration may be too large for a float.
-        return expected - close * abs(expected) <= actual <= expected + close * abs(expected)
-
-    return "; ".join(
-        f"{what} {escape(actual)} instead of {escape(expected)}"
-        for what, (expected, actual) in compared.items()
-        if not alike(expected, actual)
-    )
+def _describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], close: float) -> str:
+    """What differs, floats by more than the share ``close``; empty if nothing does."""
+    different = map(astuple, differences(expected, actual, close))
+    return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in different)
 
 
 def base_misfits(drafter: Shard) -> Iterator[str]:
