@@ -142,14 +142,14 @@ def insert(
 def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
     """What an insertion of ``source`` measures beside ``base``: the drafter's ranges, or what grids cut off."""
     if holds_base(Path(source)):
-        from mtp_extract.validation.clipping import measure_cut_off
+        from mtp_extract.insertion.clipping import measure_cut_off
 
         def cut_off(grids: Grids) -> tuple[float, float]:
             before, after = (measure_cut_off(model, grids, say=say, show=show) for model in (base, source))
             return before, after
 
         return {"cut_off": cut_off}
-    from mtp_extract.validation.calibration import measure_ranges
+    from mtp_extract.insertion.calibration import measure_ranges
 
     return {"measure": partial(measure_ranges, source, base, say=say, show=show)}
 

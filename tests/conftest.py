@@ -22,6 +22,8 @@ NEED_TORCH = (
     "tuning",
     "validation",
     "formats/test_eagle3.py",
+    "insertion/test_calibration.py",
+    "insertion/test_clipping.py",
     "formats/test_in_engines.py",
     "cli/test_eagle3.py",
     "scripts/test_in_engines.py",

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.graph.roles import Activation
-from mtp_extract.validation import clipping
+from mtp_extract.insertion import clipping
 
 PROMPT = "class Foo(object):"
 
