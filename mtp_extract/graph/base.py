@@ -35,7 +35,8 @@ from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
-from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.reading import read_graph
 from mtp_extract.graph.roles import FoundRole, OtherConstant, activation_of, in_order, set_aside
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
@@ -103,14 +104,12 @@ class _Base(Blocks):
 
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (BASE_LOGITS, BASE_ACTIVATIONS) if name in graph.outputs]
-        super().__init__(Reading(graph, whole=False).read_all((*outputs, *_caches(graph))))
+        super().__init__(read_graph(graph, (*outputs, *_caches(graph)), strict=False).require_all())
         self.first_readers: dict[str, int] = {}
         self.normed: dict[Expr, int] = {}
         self.per_layer_factor = 1.0
         self.writers = _writers(graph)
-        terms = {key: form for key, form in self.reading.forms.items() if isinstance(form, Term)}
-        origins = {key: self.expressions.origin(term.expr, term.ids)[0] for key, term in terms.items()}
-        self.norms = {key: expr for key, expr in origins.items() if self.match(expr) is not None}
+        self.norms = self.norms_of_values()
         # Caches alone: the scores of a window are written by the same operator.
         updated = (value for node in self.writers.values() for value in node.outputs)
         self.stops = frozenset({*self.norms, *map(id, updated)})
@@ -378,7 +377,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
-    tables = list(_tables(Reading(graph, whole=False).read_all((name,)), output, 1.0, role))
+    tables = list(_tables(read_graph(graph, (name,), strict=False).require_all(), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
     root = width**0.5
     if len(tables) > 1 and tokens != 1:
@@ -401,7 +400,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 
-def _tables(reading: Reading, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
+def _tables(reading: ReadGraph, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
     """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
     term = reading.forms.get(id(value))
     source = term.expr.parts[0] if isinstance(term, Term) and term.expr.kind == "unread" else None

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mtp_extract.errors import RoleError, UnsupportedError
-from mtp_extract.graph.expressions import Expr, Term
+from mtp_extract.graph.expressions import LARGEST_FACTOR, Expr, Term
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.reading import LARGEST, Reading
+from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.roles import FoundRole, activation_of
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 
@@ -51,7 +51,7 @@ class Blocks:
 
     folded = 1e-6
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadGraph) -> None:
         self.reading = reading
         self.graph = reading.graph
         self.expressions = reading.expressions
@@ -62,9 +62,19 @@ class Blocks:
     def output(self, name: str) -> tuple[Expr, float]:
         """The expression and factor of an output."""
         form = self.reading.forms.get(id(self.graph.outputs[name]))
-        if not isinstance(form, Term) or not form.whole:
+        if not isinstance(form, Term) or not form.is_complete:
             raise RoleError(f"The output {name!r} is not computed of the activations, or in another order.")
         return form.expr, form.factor
+
+    def norms_of_values(self) -> dict[int, Expr]:
+        """By ``id`` of a value: the norm that it is, or whose elements it has."""
+        norms = dict[int, Expr]()
+        for key, form in self.reading.forms.items():
+            if isinstance(form, Term):
+                expr, _ = self.expressions.origin(form.expr, form.ids)
+                if self.match(expr) is not None:
+                    norms[key] = expr
+        return norms
 
     @staticmethod
     def shown(expr: Expr) -> str:
@@ -94,7 +104,7 @@ class Blocks:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
         tokens = read.size // weight.tensor.shape[1]
         stored = (self.scale_of(read) if meant is None else meant) / factor
-        if not 1 / LARGEST < abs(stored) < LARGEST:
+        if not 1 / LARGEST_FACTOR < abs(stored) < LARGEST_FACTOR:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
         self.roles.append(
             FoundRole(

@@ -21,10 +21,10 @@ Array = npt.NDArray[Any]
 Kernel = Callable[..., Any]
 """``(call, *operands)`` → the result, or a tuple of results."""
 
-LARGEST = 1 << 25  # elements of a constant that is computed with
-LARGEST_COMPUTED = (
-    1 << 22
-)  # elements of what is computed of smaller operands: as many slots as caches have, a few times
+LARGEST_CONSTANT = 1 << 25
+"""Elements of a constant that is computed with."""
+LARGEST_COMPUTED = 1 << 22
+"""Elements of what is computed of smaller operands: as many slots as caches have, a few times."""
 _MOST_AXES = 64  # NumPy's own bound
 
 _EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
@@ -80,6 +80,20 @@ def code_range(kind: TensorType) -> tuple[int, int]:
     """The smallest and the largest code of a type of integers."""
     bits = ELEMENT_BITS[kind]
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def range_of_codes(tensor: Tensor) -> tuple[float, float] | None:
+    """The lowest and the highest number that its codes stand for; None where its numbers are what they are.
+
+    Raises:
+        UnsupportedError, FormatError: as :func:`activation_scale`.
+    """
+    activation = activation_scale(tensor)
+    if activation is None or tensor.type is None:
+        return None
+    scale, zero_point = activation
+    lowest, highest = code_range(tensor.type)
+    return (lowest - zero_point) * scale, (highest - zero_point) * scale
 
 
 def has_few_bits(tensor: Tensor) -> bool:

@@ -21,16 +21,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mtp_extract.errors import NoDrafterError, RoleError, UnsupportedError, escape
+from mtp_extract.errors import MtpExtractError, NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import activation_scale, computing
-from mtp_extract.graph.expressions import Expr, Term
+from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.expressions import Expr
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.forms import Attention, heads_and_width, leaves_of
+from mtp_extract.graph.forms import Attention, heads_and_width
 from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
-from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.reading import read_graph
 from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, set_aside
 from mtp_extract.graph.rotation import Rotation, rotation_of
 from mtp_extract.litertlm.storage import FLOAT_TYPES
@@ -70,8 +72,35 @@ class Walk:
     rms_norm_eps: float
     hidden_activation: str
     caches: Mapping[str, Tensor]
-    rounded: tuple[Value, ...]  # as in Reading
-    reading: Reading = field(repr=False, compare=False)
+    rounded: tuple[Value, ...]  # as in ReadGraph
+    reading: ReadGraph = field(repr=False, compare=False)
+
+
+@computing("The graph")
+def read_drafter(graph: FlatGraph, *, strict: bool = True) -> ReadGraph:
+    """What the two outputs of a drafter are computed of, as :func:`~mtp_extract.graph.reading.read_graph` reads it; of
+    a signature that is no drafter's, nothing, and the error as ``refusal``.
+    """
+    try:
+        _check_signature(graph)
+    except MtpExtractError as refusal:
+        return ReadGraph(graph, strict, refusal=refusal)
+    return read_graph(graph, (LOGITS, PROJECTED), strict=strict)
+
+
+def _check_signature(graph: FlatGraph) -> None:
+    require_kind(graph)
+    for kind, name, names in (
+        ("output", LOGITS, graph.outputs),
+        ("output", PROJECTED, graph.outputs),
+        ("input", ACTIVATIONS, graph.inputs),
+    ):
+        if name not in names:
+            listed = ", ".join(map(escape, names)) or "none"
+            raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {listed}): this is not a drafter.")
+        tensor = names[name].tensor
+        if tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None:
+            raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
 
 
 def walk(graph: FlatGraph) -> Walk:
@@ -82,67 +111,51 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
-    return DrafterWalk(graph).walk()
+    return DrafterWalk(read_drafter(graph)).walk()
 
 
 class DrafterWalk(Blocks):
-    """A drafter's graph, being walked: where that ends in a refusal, ``reading`` and ``roles`` hold all before it."""
+    """A drafter's graph, being taken apart: where that ends in a refusal, ``roles`` are those before it."""
 
-    def __init__(self, graph: FlatGraph, *, whole: bool = True) -> None:
-        super().__init__(Reading(graph, whole=whole))
-        self.attentions: list[Attention] = []
+    def __init__(self, reading: ReadGraph) -> None:
+        super().__init__(reading)
+        self.attentions: dict[str, Attention] = {}
         self.soft_cap: float | None = None
         self.has_head = False
-
-    def _check_signature(self) -> None:
-        graph = self.graph
-        require_kind(graph)
-        for kind, name, names in (
-            ("output", LOGITS, graph.outputs),
-            ("output", PROJECTED, graph.outputs),
-            ("input", ACTIVATIONS, graph.inputs),
-        ):
-            if name not in names:
-                listed = ", ".join(map(escape, names)) or "none"
-                raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {listed}): this is not a drafter.")
-            tensor = names[name].tensor
-            if tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None:
-                raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
 
     @computing("The graph")
     def walk(self) -> Walk:
         """As :func:`walk`."""
-        self._check_signature()
         graph = self.graph
-        reading = self.reading.read_all((LOGITS, PROJECTED))
+        reading = self.reading.require_all()
         soft_cap, head = self.lm_head(*self.output(LOGITS))
         if self._walk_stream() is not head:
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
         roles = in_order(self.roles)
-        masks = Masks(graph, reading.inside.positions)
+        masks = Masks(graph, reading.positions)
+        names = (f"layers.{index}" for index in range(len(self.attentions)))
+        layers = tuple(self._layer(name, self.attentions[name], masks) for name in names)
+        caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
         return Walk(
             roles,
-            tuple(
-                self._facts(f"layers.{i}", attention, masks) for i, attention in enumerate(reversed(self.attentions))
-            ),
+            layers,
             set_aside(graph, roles),
             soft_cap,
             self.one_epsilon(),
             self.one_activation(),
-            MappingProxyType({name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}),
+            MappingProxyType(caches),
             tuple(reading.rounded),
             reading,
         )
 
     @computing("The graph")
     def walk_outside(self) -> None:
-        """Take the roles outside of attentions, where these cannot be read (``whole`` is False): the head by itself.
+        """Take the roles outside of attentions, of a graph that was not read strictly: the head by itself.
 
         Raises:
             RoleError, UnsupportedError: the stream cannot be followed from the projected state to the activations.
         """
-        self._check_signature()
-        self.reading.read_all((LOGITS, PROJECTED))
+        self.reading.require_all()
         self._walk_stream()
         with suppress(RoleError):
             self.soft_cap, _ = self.lm_head(*self.output(LOGITS))
@@ -160,9 +173,7 @@ class DrafterWalk(Blocks):
 
     def _nearest_norm(self, name: str, mixed: Expr) -> Expr:
         """The one norm before an attention that was not read."""
-        terms = {key: form for key, form in self.reading.forms.items() if isinstance(form, Term)}
-        origins = {key: self.expressions.origin(term.expr, term.ids)[0] for key, term in terms.items()}
-        norms = {key: expr for key, expr in origins.items() if self.match(expr) is not None}
+        norms = self.norms_of_values()
         before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
         if len(before) != 1:
             raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
@@ -170,26 +181,25 @@ class DrafterWalk(Blocks):
 
     def _query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
-        attention = self.reading.inside.attentions.get(mixed)
+        attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
             return self._nearest_norm(name, mixed)
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
-        self.attentions.append(attention)
+        self.attentions[name] = attention
         return attention.scores.rotated.query
 
-    def _facts(self, name: str, attention: Attention, masks: Masks) -> Layer:
+    def _layer(self, name: str, attention: Attention, masks: Masks) -> Layer:
         scores = attention.scores
-        graph = self.graph
-        positions = self.reading.inside.positions
-        query, norm = scores.rotated.query, self.match(scores.rotated.query)
-        kv_heads, width = heads_and_width(graph.inputs[scores.key].tensor.shape, scores.axes)
+        query = scores.rotated.query
+        norm = self.match(query)
+        kv_heads, width = heads_and_width(self.graph.inputs[scores.key].tensor.shape, scores.axes)
         if norm is None or width != norm.width or query.size % width:
             raise RoleError(f"{name}: its query and its caches do not fit together.")
         heads = query.size // width
-        rotation = rotation_of(name, scores, heads, kv_heads, positions)
+        rotation = rotation_of(name, scores, heads, kv_heads, self.reading.positions)
         frequencies, rounding = rotation.measured()
-        inputs = {v.input_name for leaf in leaves_of(scores.tree) for v in ancestors(leaf) if v.input_name}
+        inputs = inputs_of(scores.tree.values)
         return Layer(
             scores.key,
             attention.value,

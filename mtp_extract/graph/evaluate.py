@@ -20,8 +20,8 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.call import (
-    LARGEST,
     LARGEST_COMPUTED,
+    LARGEST_CONSTANT,
     NUMPY_TYPES,
     Array,
     Call,
@@ -397,7 +397,7 @@ def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
     kind, quantization = NUMPY_TYPES.get(tensor.type), tensor.quantization
     if tensor.elements == 0:
         return np.empty(tensor.shape, kind or np.float32)
-    if tensor.elements > LARGEST or tensor.sparse:
+    if tensor.elements > LARGEST_CONSTANT or tensor.sparse:
         raise UnsupportedError(f"{tensor.label} is no constant that a drafter computes with.")
     if tensor.type in FLOAT_TYPES:
         # As they are: a masked score may be −∞, and a table that divides holds ∞.

@@ -18,11 +18,16 @@ import numpy.typing as npt
 from mtp_extract.errors import escape
 from mtp_extract.graph.flat import FlatGraph, Value
 
+LARGEST_FACTOR = 1e6
+"""No number of a drafter is this many times larger or smaller than one of ordinary size."""
+
 _DEEPEST_SHOWN = 2
 _LONGEST_SHOWN = 48
 
 Ids = npt.NDArray[np.int64]
 """Numbers of elements, in the shape of a tensor."""
+
+Doubles = npt.NDArray[np.float64]
 
 
 class UnreadableError(Exception):
@@ -88,7 +93,7 @@ class Term:
     numbers: tuple[Value, ...] = ()
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it is all elements in order."""
         return self.ids.size == self.expr.size and bool((self.ids.reshape(-1) == np.arange(self.expr.size)).all())
 
@@ -106,7 +111,7 @@ class Expressions:
             self.made[key] = Expr(kind, parts, size, len(self.made))
         return self.made[key]
 
-    def whole(self, kind: str, *parts: Any, size: int) -> Term:
+    def vector(self, kind: str, *parts: Any, size: int) -> Term:
         """An expression, its elements in order."""
         return Term(1.0, self.expr(kind, *parts, size=size), np.arange(size))
 
@@ -129,7 +134,7 @@ class Expressions:
         """The one number that a constant is; None for anything else."""
         return form.factor if isinstance(form, Term) and form.expr is self.one else None
 
-    def numbers_of(self, graph: FlatGraph, term: Term) -> npt.NDArray[np.float64]:
+    def numbers_of(self, graph: FlatGraph, term: Term) -> Doubles:
         """What a constant is, in its own shape."""
         if term.expr is self.one:
             return np.full(term.ids.shape, term.factor)

@@ -1,34 +1,28 @@
 """What a value inside an attention may be. Each has exactly one of these forms; anything else is refused.
 
-========  =============================================================================================================
-cache     K or V: which elements of an input, times a number
-rotated   the query: per element, a sum of number · query element · what the position decides
-scored    a number for each row (a query head) and slot, or each row, in a stage: score, weights, or between
-========  =============================================================================================================
+=======  ==============================================================================================================
+cache    K or V: which elements of an input, times a number
+query    per element, a sum of number · query element · what the position decides
+score    a number for each row (a query head) and slot, or each row, in a stage: score, weights, or between
+=======  ==============================================================================================================
 
-Operators that move elements keep the form. What is done to a score on its way through the masks is a tree; it says
-slot by slot what becomes of the score. Its leaves are numbers, and values that positions and masks decide::
-
-    tree := SCORE | ("add", tree, leaf, ±1) | ("select", leaf, tree|leaf, tree|leaf)
-          | ("window", tree, its window, what stands elsewhere) | ("within", tree, lowest, highest)
-    leaf := number | ("leaf", value, its axis of slots or None)
+Operators that move elements keep the form. What is done to a score on its way through the masks is a tree
+(:mod:`mtp_extract.graph.mask_trees`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import Node, Value
+from mtp_extract.graph.expressions import Doubles, Expr, Ids, Term, UnreadableError
+from mtp_extract.graph.flat import Value
+from mtp_extract.graph.mask_trees import Clipped, MaskTree, MaskValue, Score, SlotWindow
 from mtp_extract.graph.views import View
-
-MaskTree = tuple[Any, ...]
-SCORE: MaskTree = ("score",)
 
 _MOST_TERMS = 64
 
@@ -41,13 +35,6 @@ def heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
     return 1 if axes[0] is None else shape[axes[0]], shape[axes[2]]
 
 
-class SlotWindow(NamedTuple):
-    """Some slots from where the position says: the number of its table of first slots, and how many."""
-
-    table: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False)
 class Cache:
     """``factor`` × elements of the input ``name``; the axes of the input are the labels of ``view``."""
@@ -58,7 +45,7 @@ class Cache:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotated:
+class QueryTerms:
     """Elements of a query: Σ over terms of ``number · query[element] · position value[by]``.
 
     Attributes:
@@ -70,17 +57,17 @@ class Rotated:
     terms: npt.NDArray[np.void]
 
     @staticmethod
-    def of(query: Expr, number: npt.NDArray[np.float64], element: Ids, by: Ids) -> Rotated:
+    def of(query: Expr, number: Doubles, element: Ids, by: Ids) -> QueryTerms:
         """Each ``[*shape, terms]``."""
         kinds = [(name, kind, number.shape[-1:]) for name, kind in (("number", "f8"), ("element", "i8"), ("by", "i8"))]
         terms = np.zeros(number.shape[:-1], kinds)
         terms["number"] = number
         terms["element"] = element
         terms["by"] = by
-        return Rotated(query, terms)
+        return QueryTerms(query, terms)
 
     @property
-    def number(self) -> npt.NDArray[np.float64]:
+    def number(self) -> Doubles:
         return self.terms["number"]
 
     @property
@@ -91,11 +78,11 @@ class Rotated:
     def by(self) -> Ids:
         return self.terms["by"]
 
-    def times(self, numbers: npt.NDArray[np.float64] | float) -> Rotated:
+    def times(self, numbers: Doubles | float) -> QueryTerms:
         """The same, every number multiplied."""
-        return Rotated.of(self.query, self.number * numbers, self.element, self.by)
+        return QueryTerms.of(self.query, self.number * numbers, self.element, self.by)
 
-    def plus(self, other: Rotated) -> Rotated:
+    def plus(self, other: QueryTerms) -> QueryTerms:
         """The terms of both.
 
         Raises:
@@ -104,19 +91,19 @@ class Rotated:
         if self.number.shape[-1] + other.number.shape[-1] > _MOST_TERMS:
             raise UnreadableError("adds elements of a query again and again")
         number = np.concatenate([self.number, other.number], -1)
-        element, by = np.concatenate([self.element, other.element], -1), np.concatenate([self.by, other.by], -1)
-        return Rotated.of(self.query, number, element, by)
+        element = np.concatenate([self.element, other.element], -1)
+        return QueryTerms.of(self.query, number, element, np.concatenate([self.by, other.by], -1))
 
-    def with_terms(self, count: int) -> Rotated:
+    def with_terms(self, count: int) -> QueryTerms:
         """The same, with terms of 0 up to ``count``."""
         widths = [(0, 0)] * self.terms.ndim + [(0, count - self.number.shape[-1])]
-        return Rotated.of(
+        return QueryTerms.of(
             self.query, np.pad(self.number, widths), np.pad(self.element, widths), np.pad(self.by, widths)
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class ScoreRows:
     """The scores of some rows, each a rotated query head against one head of K.
 
     Attributes:
@@ -130,33 +117,35 @@ class Scores:
     key: str
     axes: CacheAxes
     head: Ids
-    rotated: Rotated
+    rotated: QueryTerms
     tree: MaskTree
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ScoreView:
     """Numbers of ``scores`` in a stage; ``view`` has the labels "row" and, but where it is summed over, "slot".
 
     Attributes:
         stage: "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
-            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.attention` lists them.
+            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scores` lists them.
     """
 
     stage: str
-    scores: Scores
+    scores: ScoreRows
     view: View
 
     @property
     def slot_axis(self) -> int:
         return self.view.only("slot")
 
-    def within(self, lowest: float, highest: float) -> Scored:
-        """The same on a grid from ``lowest`` to ``highest``, which cuts off what a mask wrote for what it hides."""
-        if self.stage != "score" or self.scores.tree == SCORE:
+    def with_tree(self, tree: MaskTree, view: View) -> ScoreView:
+        return ScoreView("score", replace(self.scores, tree=tree), view)
+
+    def clipped(self, lowest: float, highest: float) -> ScoreView:
+        """The same on a grid from ``lowest`` to ``highest``; scores that no mask has met are rounded alone."""
+        if self.stage != "score" or isinstance(self.scores.tree, Score):
             return self
-        tree = ("within", self.scores.tree, lowest, highest)
-        return replace(self, scores=replace(self.scores, tree=tree))
+        return self.with_tree(Clipped(self.scores.tree, lowest, highest), self.view)
 
 
 class OutputGuard(NamedTuple):
@@ -167,13 +156,13 @@ class OutputGuard(NamedTuple):
     Attributes:
         condition: what the selection chooses by.
         reduced: the largest number of the mask, or whether any is true; ``condition`` is computed of this alone.
-        mask: the leaf that is reduced, a number for each slot.
+        mask: what is reduced, a number for each slot.
         keeps: the condition's truth that chooses what heads mixed.
     """
 
     condition: Value
     reduced: Value
-    mask: MaskTree
+    mask: MaskValue
     keeps: bool
 
 
@@ -187,7 +176,7 @@ class Attention:
         guard: what chooses between the result and 0; None for nothing.
     """
 
-    scores: Scores
+    scores: ScoreRows
     value: str
     axes: CacheAxes
     window: SlotWindow | None
@@ -196,43 +185,32 @@ class Attention:
     @property
     def mask_values(self) -> list[Value]:
         """The values that positions and masks decide, of its scores and of its output guard."""
-        guards = [] if self.guard is None else [self.guard.mask[1]]
-        return list({id(value): value for value in (*leaves_of(self.scores.tree), *guards)}.values())
+        guards = [] if self.guard is None else [self.guard.mask.value]
+        return list({id(value): value for value in (*self.scores.tree.values, *guards)}.values())
 
     @property
     def all_windows(self) -> list[SlotWindow]:
         """Those of its scores and of its weights."""
-        return sorted({part for part in (*parts_of(self.scores.tree), self.window) if isinstance(part, SlotWindow)})
+        return sorted(self.scores.tree.windows | ({self.window} if self.window is not None else set()))
 
 
-Inside = Cache | Rotated | Scored
-Form = Inside | Term
-"""Of a value that an activation or a cache decides."""
+Form = Cache | QueryTerms | ScoreView | Term
+"""Of a value that an activation or a cache decides, or of a constant that meets one."""
+
+Operand = Form | Value
+"""Of an operator: a form, or the value itself where positions and masks decide it, or it is a constant without a form:
+one that is large, or that holds no numbers.
+"""
 
 
-def form_shape(form: Form) -> tuple[int, ...]:
-    if isinstance(form, Cache | Scored):
-        return form.view.shape
-    return form.terms.shape if isinstance(form, Rotated) else form.ids.shape
+def operand_shape(operand: Operand) -> tuple[int, ...]:
+    if isinstance(operand, Cache | ScoreView):
+        return operand.view.shape
+    if isinstance(operand, QueryTerms):
+        return operand.terms.shape
+    return operand.ids.shape if isinstance(operand, Term) else tuple(operand.tensor.shape)
 
 
-def broadcast_shape(node: Node, operands: Sequence[Form | None]) -> tuple[int, ...]:
-    """The shape that ``operands`` of ``node`` have together."""
-    pairs = zip(operands, node.inputs, strict=True)
-    return np.broadcast_shapes(
-        *(form_shape(f) if f is not None else tuple(v.tensor.shape) for f, v in pairs if v is not None)
-    )
-
-
-def parts_of(tree: MaskTree) -> Iterator[Value | SlotWindow]:
-    """The values that positions and masks decide, in a tree, and its windows."""
-    for part in tree[1:]:
-        if isinstance(part, Value | SlotWindow):
-            yield part
-        elif isinstance(part, tuple):
-            yield from parts_of(part)
-
-
-def leaves_of(tree: MaskTree) -> list[Value]:
-    """The values that positions and masks decide, each once."""
-    return list({id(part): part for part in parts_of(tree) if isinstance(part, Value)}.values())
+def broadcast_shape(operands: Sequence[Operand]) -> tuple[int, ...]:
+    """The shape that ``operands`` have together."""
+    return np.broadcast_shapes(*map(operand_shape, operands))

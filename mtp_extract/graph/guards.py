@@ -6,6 +6,7 @@ from mtp_extract.graph.call import NUMPY_TYPES, Call, axis_of, has_few_bits, int
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.forms import OutputGuard
+from mtp_extract.graph.mask_trees import MaskValue
 
 _ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
 
@@ -28,20 +29,25 @@ def output_guard(graph: FlatGraph, slots: int, condition: Value, *, keeps: bool)
     if any(value.depends for value in others):
         raise UnreadableError("chooses by more than whether any slot is shown")
     mask = node.operand(0)
-    rank = len(mask.tensor.shape)
-    given = [] if node.operand(1).depends else ints(graph.integers(node.operand(1)))
-    axes = {axis_of(axis, rank) for axis in given}
-    if mask.tensor.shape[-1:] != (slots,) or rank - 1 not in axes:
+    _check_reduction(graph, slots, node)
+    return OutputGuard(condition, reduced, MaskValue(mask, len(mask.tensor.shape) - 1), keeps)
+
+
+def _check_reduction(graph: FlatGraph, slots: int, node: Node) -> None:
+    """Check that ``node`` reduces a mask over all slots, into a tensor of the shape and type that its readers see."""
+    mask = node.operand(0).tensor
+    reduced = node.outputs[0].tensor
+    rank = len(mask.shape)
+    stated = [] if node.operand(1).depends else ints(graph.integers(node.operand(1)))
+    axes = {axis_of(axis, rank) for axis in stated}
+    if mask.shape[-1:] != (slots,) or rank - 1 not in axes:
         raise UnreadableError("chooses by some slots of a mask alone")
-    has_kept_axes = bool(Call(graph, node).option(0, "?", False))
-    sizes = [
-        1 if axis in axes else size for axis, size in enumerate(mask.tensor.shape) if has_kept_axes or axis not in axes
-    ]
-    if tuple(sizes) != tuple(reduced.tensor.shape):
+    keeps_axes = bool(Call(graph, node).option(0, "?", False))
+    sizes = (1 if axis in axes else size for axis, size in enumerate(mask.shape) if keeps_axes or axis not in axes)
+    if tuple(sizes) != tuple(reduced.shape):
         raise UnreadableError(f"chooses by {reduced.label}, which has another shape: the file is damaged")
-    if mask.tensor.type != reduced.tensor.type or reduced.tensor.type not in NUMPY_TYPES or has_few_bits(mask.tensor):
-        raise UnreadableError(f"chooses by a mask of {mask.tensor.type_name}")
-    return OutputGuard(condition, reduced, ("leaf", mask, rank - 1), keeps)
+    if mask.type != reduced.type or reduced.type not in NUMPY_TYPES or has_few_bits(mask):
+        raise UnreadableError(f"chooses by a mask of {mask.type_name}")
 
 
 def _reduction(condition: Value) -> tuple[Value, Node]:

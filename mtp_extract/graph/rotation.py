@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError
-from mtp_extract.graph.expressions import Ids
+from mtp_extract.graph.expressions import Doubles, Ids
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.forms import Scores
+from mtp_extract.graph.forms import ScoreRows
 from mtp_extract.graph.positions import Positions
 from mtp_extract.litertlm.storage import Floats
 
-Doubles = npt.NDArray[np.float64]
 _MOST_DOUBLINGS = 20
 _OF_A_COSINE = 2e-7
 """What float32 leaves of a cosine, or of an angle that is made of one."""
@@ -110,7 +108,7 @@ class Rotation:
         return frequency, _rounding_of(frequency, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
 
 
-def rotation_of(name: str, scores: Scores, heads: int, kv_heads: int, positions: Positions) -> Rotation:
+def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
     """Take the rows of a layer's scores apart.
 
     Args:

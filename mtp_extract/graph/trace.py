@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from mtp_extract.errors import escape
+from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.graph.drafter import DrafterWalk, read_drafter
 from mtp_extract.graph.expressions import Expr, Term, times
-from mtp_extract.graph.flat import Depends, Value
-from mtp_extract.graph.forms import SCORE, Cache, Form, Rotated, Scored
-from mtp_extract.graph.reading import Reading
+from mtp_extract.graph.flat import Depends, FlatGraph, Value
+from mtp_extract.graph.forms import Cache, Form, QueryTerms, ScoreView
+from mtp_extract.graph.mask_trees import Score
+from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.roles import FoundRole
 
 REFUSED, NOT_NEEDED = "refused", "not needed"
@@ -35,24 +38,32 @@ class TraceLine:
     what: str
 
 
-def trace_lines(reading: Reading, roles: Sequence[FoundRole]) -> Iterator[TraceLine]:
-    """The values of a graph in its order, the last one that which was refused.
+def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
+    """The values of a drafter's graph in its order, the last one that which was refused."""
+    reading = ReadGraph(graph)
+    roles: Sequence[FoundRole] = ()
+    # What is refused is what a trace is made for.
+    with suppress(MtpExtractError):
+        reading = read_drafter(graph)
+        walker = DrafterWalk(reading)
+        roles = walker.roles
+        walker.walk()
+    return list(_lines(reading, {id(role.result): role.role for role in roles if role.result is not None}))
 
-    Args:
-        reading: of the graph, whole or ended in a refusal.
-        roles: those that were found in it.
-    """
-    by_value = {id(role.result): role.role for role in roles if role.result is not None}
+
+def _lines(reading: ReadGraph, roles: Mapping[int, str]) -> Iterator[TraceLine]:
+    """The values, up to the one that was refused; ``roles`` by ``id`` of the value that has one."""
     for node in reading.graph.nodes:
         for value in node.outputs:
-            read_as, what = _taken_for(reading, value, by_value.get(id(value)))
-            kind, shape = escape(node.kind), tuple(value.tensor.shape)
+            read_as, what = _taken_for(reading, value, roles.get(id(value)))
+            kind = escape(node.kind)
+            shape = tuple(value.tensor.shape)
             yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, what)
             if read_as == REFUSED:
                 return
 
 
-def _taken_for(reading: Reading, value: Value, role: str | None) -> tuple[str, str]:
+def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
     form = reading.forms.get(id(value))
     if form is None:
         return _without_form(reading, value)
@@ -63,7 +74,7 @@ def _taken_for(reading: Reading, value: Value, role: str | None) -> tuple[str, s
     return _inside(form)
 
 
-def _without_form(reading: Reading, value: Value) -> tuple[str, str]:
+def _without_form(reading: ReadGraph, value: Value) -> tuple[str, str]:
     names = {Depends.POSITION: "position", Depends.MASK: "mask", Depends.POSITION | Depends.MASK: "mask"}
     if value.depends & Depends.DATA:
         return (REFUSED if value.producer is reading.current else NOT_NEEDED), ""
@@ -83,8 +94,8 @@ def _inside(form: Form) -> tuple[str, str]:
     """Of what is inside an attention."""
     if isinstance(form, Cache):
         return "cache", times(form.factor, escape(form.name))
-    if isinstance(form, Rotated):
+    if isinstance(form, QueryTerms):
         return ("rotated query" if form.by.any() else "query"), str(form.query)
-    assert isinstance(form, Scored)
-    masked = "" if form.scores.tree == SCORE else ", masked"
+    assert isinstance(form, ScoreView)
+    masked = "" if isinstance(form.scores.tree, Score) else ", masked"
     return form.stage, f"of {escape(form.scores.key)}{masked}"

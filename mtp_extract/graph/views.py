@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,14 @@ from mtp_extract.graph.expressions import Ids, UnreadableError
 Label = str | int
 
 _LARGEST_AXIS = 1 << 20
+
+
+class Along(NamedTuple):
+    """What one axis runs along: a label, the places there, and the table that says by position where they begin."""
+
+    label: Label | None
+    places: Ids
+    window: int | None
 
 
 def _tangled() -> UnreadableError:
@@ -41,7 +50,7 @@ class View:
     starts: Mapping[Label, int]
 
     @staticmethod
-    def whole(labels: Sequence[Label], shape: Sequence[int]) -> View:
+    def of_shape(labels: Sequence[Label], shape: Sequence[int]) -> View:
         """All elements of ``shape``, an axis a label."""
         axes = (np.outer(np.arange(len(labels)) == i, np.arange(n)) for i, n in enumerate(shape))
         return View(tuple(labels), np.zeros(len(labels), np.int64), tuple(axes), {})
@@ -55,15 +64,16 @@ class View:
         axes = (*self.axes[:axis], added - added[:, :1], *self.axes[axis + 1 :])
         return replace(self, axes=axes, base=self.base + added[:, 0])
 
-    def along(self, axis: int) -> tuple[Label | None, Ids, int | None]:
-        """Label, places and window of an axis along which one label runs; no label for an axis of one element."""
+    def along(self, axis: int) -> Along:
+        """Where the elements of an axis lie along which one label runs; no label for an axis of one element."""
         if self.shape[axis] == 1:
-            return None, np.zeros(1, np.int64), None
+            return Along(None, np.zeros(1, np.int64), None)
         running = np.flatnonzero(self.axes[axis].any(1))
         if running.size != 1:
             raise _tangled()
         column = int(running[0])
-        return self.labels[column], self.base[column] + self.axes[axis][column], self.starts.get(self.labels[column])
+        label = self.labels[column]
+        return Along(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
 
     def places(self, axes: Sequence[int], label: Label) -> Ids:
         """The places along ``label`` by the indices of ``axes``, along which nothing else runs."""
@@ -97,7 +107,14 @@ class View:
     # How operators move them.
 
     def reshaped(self, shape: Sequence[int]) -> View:
-        """Row-major, as RESHAPE has it: axes are joined, and split where what is added is a sum."""
+        """Row-major, as RESHAPE has it: axes are joined, and split where what is added is a sum.
+
+        New axes are filled from the first on. ``remaining`` is what is left of the axes taken so far: what its indices
+        add, where the new axes before it are at 0. Another axis is joined to it (the index of a joined axis is that of
+        the first times the size of the second, plus that of the second) until the next size divides it. Then
+        ``table[i, j]``, what the index ``i`` of the new axis and the index ``j`` of the rest add together, has to be
+        ``outer[i] + remaining[j]``: only so is one a new axis, and the other what is left.
+        """
         if math.prod(shape) != math.prod(self.shape):
             raise _tangled()
         remaining = self._none()
@@ -139,8 +156,8 @@ class View:
 
     def window(self, axis: int, size: int, table: int) -> View:
         """``size`` indices of a whole axis, from where the table ``table`` says."""
-        label, places, started = self.along(axis)
-        if label is None or started is not None or not np.array_equal(places, np.arange(places.size)):
+        label, places, window = self.along(axis)
+        if label is None or window is not None or not np.array_equal(places, np.arange(places.size)):
             raise _tangled()
         return replace(self.with_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
 

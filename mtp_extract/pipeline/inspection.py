@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from mtp_extract.architecture import shapes_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
-from mtp_extract.graph.drafter import DrafterWalk
-from mtp_extract.graph.trace import trace_lines
+from mtp_extract.graph.trace import trace_drafter
 from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
@@ -86,13 +84,11 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
 def _trace(opened: Opened) -> list[dict[str, Any]]:
     """What every value of the drafter's graph is read as, up to the refusal; empty where there is no graph to read."""
     try:
-        drafter = DrafterWalk(opened.flat_graph())
+        graph = opened.flat_graph()
     except MtpExtractError:
         # The inspection says it.
         return []
-    with suppress(MtpExtractError):
-        drafter.walk()
-    return [asdict(line) for line in trace_lines(drafter.reading, drafter.roles)]
+    return [asdict(line) for line in trace_drafter(graph)]
 
 
 def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from mtp_extract.architecture.roles import SCALAR, role_table
 from mtp_extract.bundle import Opened, open_bundle
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS
-from mtp_extract.graph.drafter import DrafterWalk
+from mtp_extract.graph.drafter import DrafterWalk, read_drafter
 from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.reading import MATRIX, weight_of
+from mtp_extract.graph.matrices import PRODUCT, weight_of
 from mtp_extract.graph.roles import roles_named
 from mtp_extract.io.place import PathLike, check_place, staged
 from mtp_extract.litertlm.skeleton import pack_skeleton
@@ -90,7 +90,7 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
     with suppress(MtpExtractError):
         # What is refused here is what the skeleton is made for.
         graph = opened.flat_graph()
-        walked, is_whole = DrafterWalk(graph), False
+        walked, is_whole = DrafterWalk(read_drafter(graph)), False
         with suppress(MtpExtractError):
             walked.walk()
             is_whole = True
@@ -118,7 +118,7 @@ def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -
         may_be: by id, the same of the values that are made of it.
     """
     for node, _ in value.consumers:
-        if node.kind == MATRIX and _is_rotation(graph, node):
+        if node.kind == PRODUCT and _is_rotation(graph, node):
             return False
         meets = any(result.depends & Depends.DATA for result in node.outputs)
         if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in ("SELECT", "SELECT_V2")):

@@ -21,13 +21,12 @@ from mtp_extract.architecture.roles import Role
 from mtp_extract.bundle import Opened, Shard, naming_file
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
-from mtp_extract.graph.drafter import DrafterWalk, Walk
+from mtp_extract.graph.drafter import DrafterWalk, Walk, read_drafter
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.kinds import require_kind
+from mtp_extract.graph.matrices import PRODUCT, weight_of
 from mtp_extract.graph.positions import caches_of
-from mtp_extract.graph.reading import MATRIX as PRODUCT
-from mtp_extract.graph.reading import weight_of
 from mtp_extract.graph.roles import FoundRole, in_order, roles_named, set_aside
 from mtp_extract.proof.proof import Proof
 
@@ -135,7 +134,7 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     """
     graph = opened.flat_graph()
     require_kind(graph)
-    walked = DrafterWalk(graph, whole=False)
+    walked = DrafterWalk(read_drafter(graph, strict=False))
     placed = _placed(walked)
     candidates = _candidates(graph)
     for geometry in load_mapping("geometries")["geometries"]:

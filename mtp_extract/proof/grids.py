@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.errors import escape, several
-from mtp_extract.graph.call import activation_scale, code_range
+from mtp_extract.graph.call import activation_scale, range_of_codes
 from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 
@@ -45,13 +45,12 @@ def _extent(values: Sequence[Value]) -> dict[str, Any]:
     """The steps and the shortest range of ``values`` of one type."""
     steps, ranges = list[float](), list[tuple[float, float]]()
     for value in values:
-        grid = activation_scale(value.tensor)
-        if grid is None or value.tensor.type is None:
+        activation = activation_scale(value.tensor)
+        ends = range_of_codes(value.tensor)
+        if activation is None or ends is None:
             return {"steps": None, "narrowest": None}
-        step, zero_point = grid
-        lowest, highest = code_range(value.tensor.type)
-        steps.append(step)
-        ranges.append(((lowest - zero_point) * step, (highest - zero_point) * step))
+        steps.append(activation[0])
+        ranges.append(ends)
     narrowest = min(ranges, key=lambda ends: ends[1] - ends[0])
     return {"steps": [_short(min(steps)), _short(max(steps))], "narrowest": [_short(end) for end in narrowest]}
 

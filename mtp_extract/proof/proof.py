@@ -18,11 +18,11 @@ from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges, unfold_factor
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
-from mtp_extract.graph.call import activation_scale, code_range, computing
+from mtp_extract.graph.call import computing, range_of_codes
 from mtp_extract.graph.drafter import Walk
+from mtp_extract.graph.expressions import LARGEST_FACTOR
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.graph.reading import LARGEST
 from mtp_extract.litertlm.storage import Floats, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
@@ -59,7 +59,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
         UnsupportedError: the graph does what cannot be told for every input.
         CheckpointError: a tensor does not have the size that the config says.
     """
-    positions = walk.reading.inside.positions
+    positions = walk.reading.positions
     _hold_names(walk)
     _hold_config(walk, config)
     layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
@@ -96,7 +96,7 @@ def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Se
     """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
     # What runtimes promise of an input does not depend on whether an operator reads it.
     inputs = frozenset(graph.inputs)
-    masks, rows_of_layer = Masks(graph, walk.reading.inside.positions), []
+    masks, rows_of_layer = Masks(graph, walk.reading.positions), []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
         rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).hold())
@@ -125,12 +125,9 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     layer = walk.layers[index]
     role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
-    tensor = graph.inputs[layer.key].tensor
-    grid = activation_scale(tensor)
     row = math.sqrt(layer.head_dim)
-    key = _KEY_SIZE
-    if grid is not None and tensor.type is not None:
-        key = max(abs(end - grid[1]) * grid[0] for end in code_range(tensor.type))
+    ends = range_of_codes(graph.inputs[layer.key].tensor)
+    key = _KEY_SIZE if ends is None else max(map(abs, ends))
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
 
 
@@ -163,27 +160,30 @@ def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: R
         CheckpointError: a tensor has another size.
     """
     roles = {role.role: role for role in walk.roles if role.tensor is not None}
-    for wanted, shape in shapes_of(config).items():
-        name, weight = wanted.name, read(wanted.name)
-        constant = Constant(model, roles[name]) if name in roles else constant_weight(shape)
+    for role, shape in shapes_of(config).items():
+        weight = read(role.name)
+        constant = Constant(model, roles[role.name]) if role.name in roles else constant_weight(shape)
         if math.prod(weight.shape) != math.prod(shape):
-            raise CheckpointError(f"{name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
-        if _reads_codes_of(weight, constant):
-            continue
-        for first, last in row_ranges(weight):
-            begin, other = first * weight.columns, weight.floats(first, last).reshape(-1)
-            of_graph = _numbers_of(constant, begin, begin + other.size)
-            wrong = ~(
-                (np.abs(of_graph - other) <= np.float32(_ROUNDING) * np.abs(of_graph)) & (np.abs(of_graph) < LARGEST)
+            raise CheckpointError(f"{role.name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
+        if not _reads_codes_of(weight, constant):
+            _check_numbers(role.name, weight, constant)
+
+
+def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
+    """Compare every number of ``weight``, the tensor ``name``, with that of ``constant``."""
+    for first, last in row_ranges(weight):
+        written = weight.floats(first, last).reshape(-1)
+        begin = first * weight.columns
+        stored = _numbers_of(constant, begin, begin + written.size)
+        size = np.abs(stored)
+        wrong = ~((np.abs(stored - written) <= np.float32(_ROUNDING) * size) & (size < LARGEST_FACTOR))
+        if wrong.any():
+            at = int(wrong.argmax())
+            is_huge = size[at] >= LARGEST_FACTOR
+            why = "larger than any of a drafter" if is_huge else f"{written[at]:.6g} in the checkpoint"
+            raise ProofError(
+                f"{name}: number {begin + at} is {stored[at]:.6g} in the graph, {why}. Nothing is written."
             )
-            if wrong.any():
-                where = int(wrong.argmax())
-                place, found = (
-                    f"{name}: number {begin + where} is {of_graph[where]:.6g} in the graph",
-                    abs(of_graph[where]),
-                )
-                why = "larger than any of a drafter" if found >= LARGEST else f"{other[where]:.6g} in the checkpoint"
-                raise ProofError(f"{place}, {why}. Nothing is written.")
 
 
 def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
@@ -208,7 +208,7 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     places = elements // storage.columns % storage.groups
     scales, zeros = source.scale.reshape(-1), source.zero_point.reshape(-1)
     same = np.array_equal(steps.size, scales[places]) and np.array_equal(steps.zero_point, zeros[places])
-    return same and float(scales.max()) * (1 << weight.bits) < LARGEST
+    return same and float(scales.max()) * (1 << weight.bits) < LARGEST_FACTOR
 
 
 def in_words(proof: Mapping[str, Any]) -> list[str]:

@@ -6,16 +6,15 @@ import math
 from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.drafter import Layer
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR
-from mtp_extract.graph.forms import OutputGuard, SlotWindow
-from mtp_extract.graph.masks import Cases, Effect, Masks
-
-Bools = npt.NDArray[np.bool_]
+from mtp_extract.graph.forms import OutputGuard
+from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
+from mtp_extract.graph.masks import Masks
+from mtp_extract.graph.shifts import Shifts
 
 _SAME_OFFSET = 1e-6
 _WEIGHS_NOTHING = 104.0
@@ -37,7 +36,8 @@ class SlotsOfLayer:
         self.masks = masks
         self.inputs = inputs
         self.largest = largest
-        self.window, self.local_window = config.layers[index].sliding_window, config.sliding_window or masks.slots
+        self.window = config.layers[index].sliding_window
+        self.local_window = config.sliding_window or masks.slots
 
     def hold(self) -> tuple[int, bool]:
         """Hold every row.
@@ -50,7 +50,7 @@ class SlotsOfLayer:
             UnsupportedError: rows are neither alike nor few.
         """
         slots, attention = self.masks.slots, self.layer.attention
-        alike = self.masks.rows_are_alike(attention.mask_values)
+        alike = Shifts(self.masks.graph, self.masks.positions).rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
                 f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "
@@ -68,11 +68,9 @@ class SlotsOfLayer:
             # That a window covers what is seen is held by itself.
             for inside in cases.within.values():
                 possible &= inside | ~visible
-            self._hold_scores(
-                cases, self.masks.effect(attention.scores.tree, cases), visible & possible, ~visible & possible
-            )
+            self._hold_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
             if attention.guard is not None:
-                numbers = self.masks.numbers(attention.guard.mask, cases)
+                numbers = attention.guard.mask.numbers(cases)
                 shown_offsets.update(np.unique(numbers[visible & possible]).tolist())
                 hidden.update(np.unique(numbers[~visible & possible]).tolist())
         if attention.guard is not None:

@@ -80,7 +80,7 @@ def run(made: Expressions, steps: Sequence[Step]) -> list[tuple[Term, Array]]:
             elif kind == "tanh":
                 term, numbers = tanh(made, one), np.tanh(x)
             elif kind == "sum":
-                if not one.whole:
+                if not one.is_complete:
                     continue
                 term, numbers = summed(made, one), x.sum(-1, keepdims=True)
             else:
@@ -112,7 +112,7 @@ def test_terms_are_what_numpy_computes(steps: list[Step]) -> None:
 
 
 def terms(made: Expressions) -> list[Term]:
-    return [made.whole("input", name, size=6) for name in "abe"]
+    return [made.vector("input", name, size=6) for name in "abe"]
 
 
 def mul(made: Expressions, *operands: Term) -> Term:

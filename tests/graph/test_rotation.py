@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from seam import MtpExtractError, RoleError, read
 
 from mtp_extract.graph.expressions import Expressions
-from mtp_extract.graph.forms import SCORE, Rotated, Scores
+from mtp_extract.graph.forms import QueryTerms, ScoreRows
+from mtp_extract.graph.mask_trees import SCORE
 from mtp_extract.graph.rotation import Rotation, rotation_of
 
 WIDTH, HEADS, SLOTS = 8, 4, 300
@@ -36,7 +37,7 @@ class Tables:
         yield positions, [self.table[positions]]
 
 
-def scores(amplitude: float = 1.0, heads: int = HEADS) -> Scores:
+def scores(amplitude: float = 1.0, heads: int = HEADS) -> ScoreRows:
     """RoPE as files spell it: per row and dimension, two terms."""
     half = WIDTH // 2
     own = np.arange(WIDTH)
@@ -45,10 +46,10 @@ def scores(amplitude: float = 1.0, heads: int = HEADS) -> Scores:
     number = np.broadcast_to(amplitude * np.stack([np.ones(WIDTH), np.where(own < half, -1, 1)], -1), element.shape)
     query = Expressions().expr("input", "q", size=WIDTH * heads)
     head = np.arange(heads) // 2
-    return Scores("k", (1, 2, 3), head, Rotated.of(query, number, element, by), SCORE)
+    return ScoreRows("k", (1, 2, 3), head, QueryTerms.of(query, number, element, by), SCORE)
 
 
-def rotation(found: Scores, angles: np.ndarray) -> Rotation:
+def rotation(found: ScoreRows, angles: np.ndarray) -> Rotation:
     return rotation_of("layers.0", found, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
 
 
@@ -68,7 +69,7 @@ def test_frequencies_and_amplitude_are_recovered(theta: float, share: float, amp
             np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def changed(part: str, place: Any, value: float) -> Scores:
+def changed(part: str, place: Any, value: float) -> ScoreRows:
     made = scores()
     getattr(made.rotated, part)[place] = value
     return made
@@ -85,7 +86,7 @@ def changed(part: str, place: Any, value: float) -> Scores:
         scores(heads=3),
     ],
 )
-def test_other_rotations_are_refused_or_are_no_rope(odd: Scores) -> None:
+def test_other_rotations_are_refused_or_are_no_rope(odd: ScoreRows) -> None:
     try:
         found = rotation(odd, np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4))
     except RoleError:

@@ -54,7 +54,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11), st.intege
 @given(st.sampled_from([(1, 2, 6, 4), (2, 1, 12, 1), (3, 4), (1, 1, 8, 2)]), STEPS)
 @settings(max_examples=250, deadline=None)
 def test_views_are_what_numpy_moves(shape: tuple[int, ...], steps: list[tuple[str, int, int]]) -> None:
-    view = View.whole(range(len(shape)), shape)
+    view = View.of_shape(range(len(shape)), shape)
     for kind, a, b in steps:
         try:
             made, move = step(view, kind, a, b)
@@ -72,12 +72,12 @@ def test_every_operator_is_followed_on_a_whole_cache(kind: str) -> None:
     followed = 0
     for a, b in np.ndindex(4, 4):
         with suppress(UnreadableError):
-            followed += step(View.whole(range(4), (1, 2, 6, 4)), kind, a, b)[0].shape != ()
+            followed += step(View.of_shape(range(4), (1, 2, 6, 4)), kind, a, b)[0].shape != ()
     assert followed >= 8
 
 
 def test_the_same_elements_elsewhere_are_another_view() -> None:
-    view = View.whole("abcd", (1, 2, 6, 4))
+    view = View.of_shape("abcd", (1, 2, 6, 4))
     assert view.same(view.transposed([1, 0, 2, 3]).transposed([1, 0, 2, 3]))
     assert view.same(view.reshaped([12, 4]).reshaped([1, 2, 6, 4]))
     others = [view.transposed([0, 1, 3, 2]), view.picked(1, np.array([1, 0]))]
@@ -86,7 +86,7 @@ def test_the_same_elements_elsewhere_are_another_view() -> None:
 
 
 def test_a_window_is_taken_of_whole_axes_alone() -> None:
-    view = View.whole("abcd", (1, 2, 6, 4))
+    view = View.of_shape("abcd", (1, 2, 6, 4))
     assert view.window(2, 3, 7).along(2)[2] == 7
     for odd in (view.picked(2, np.arange(5, -1, -1)), view.window(2, 3, 7), view.reshaped([1, 12, 4, 1])):
         with pytest.raises(UnreadableError):

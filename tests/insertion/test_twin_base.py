@@ -109,13 +109,13 @@ def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyP
         expected = {role: len(places) for role, places in find_base(opened).places.items()}
         monkeypatch.setattr(reading, "_MOST_TOLD_APART", 1024)
         enumerated = list[int]()
-        whole = reading.Expressions.whole
+        vector = reading.Expressions.vector
 
         def counting(self: Any, *parts: Any, size: int) -> Any:
             enumerated.append(size)
-            return whole(self, *parts, size=size)
+            return vector(self, *parts, size=size)
 
-        monkeypatch.setattr(reading.Expressions, "whole", counting)
+        monkeypatch.setattr(reading.Expressions, "vector", counting)
         assert {role: len(places) for role, places in find_base(opened).places.items()} == expected
     assert max(enumerated) <= 1024
 

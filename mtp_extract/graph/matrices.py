@@ -1,0 +1,79 @@
+"""Products with a matrix of constants: FULLY_CONNECTED of a weight that is stored ``[out, in]``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mtp_extract.errors import AnotherKindError
+from mtp_extract.graph.call import CONVERSIONS, keeps_numbers
+from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.flat import FlatGraph, Node, Value
+from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
+from mtp_extract.litertlm.tflite import TensorType
+
+PRODUCT = "FULLY_CONNECTED"
+_MOST_ROTATED = 1 << 20
+
+
+def weight_of(graph: FlatGraph, node: Node) -> Value:
+    """The constant matrix that ``node`` multiplies by, itself or converted to floats of the same numbers.
+
+    Raises:
+        UnreadableError: it is another value, LiteRT's kernel reads it otherwise, or no drafter has such numbers.
+        AnotherKindError: it is a Hadamard rotation.
+    """
+    value = node.operand(1)
+    maker = value.producer
+    while maker is not None and maker.kind in CONVERSIONS and keeps_numbers(maker) and maker.kind != "QUANTIZE":
+        value = maker.operand(0)
+        maker = value.producer
+    tensor = value.tensor
+    if not value.constant or len(tensor.shape) != 2:
+        raise UnreadableError("multiplies by no matrix of constants")
+    if tensor.type not in FLOAT_TYPES and value is node.operand(1):
+        _check_codes(QuantizedTensor.of(graph.model, tensor))
+    if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
+        raise AnotherKindError(
+            f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
+            "weights of the model, and this release does not rotate them back."
+        )
+    return value
+
+
+def _check_codes(source: QuantizedTensor) -> None:
+    """LiteRT's kernels take integer weights ``[out, in]``, signed, with a scale an output and no zero points."""
+    label, storage = source.tensor.label, source.storage
+    if source.tensor.type is TensorType.INT16:
+        raise UnreadableError(f"reads {label}, of a type that LiteRT multiplies by nothing")
+    if source.packing is not None and not source.packing.signed:
+        raise UnreadableError(f"reads {label}, which LiteRT takes for signed codes")
+    if storage.kind == "per_channel" and storage.axis != 0:
+        raise UnreadableError(
+            f"reads {label}, whose scales run along axis {storage.axis}: LiteRT takes them for outputs"
+        )
+    if not storage.symmetric:
+        raise UnreadableError(f"reads {label}, whose zero points are not 0: LiteRT ignores them")
+
+
+def _is_hadamard(graph: FlatGraph, matrix: Value) -> bool:
+    """Whether all entries are ±1/√n."""
+    return bool(np.allclose(np.abs(graph.floats(matrix)), matrix.tensor.shape[0] ** -0.5, rtol=1e-2))
+
+
+def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product with what has the shape ``read``.
+
+    Raises:
+        UnreadableError: the operator has a bias or a fused function, or shapes that do not fit.
+    """
+    options, (rows, columns) = node.op.options, matrix.tensor.shape
+    if node.op.activation or (options and options.integer(1, "b")):
+        raise UnreadableError("has a fused activation, or a weight that is stored shuffled")
+    bias = node.input(2)
+    if bias is not None and (bias.depends or bias.producer is not None or np.any(graph.floats(bias))):
+        raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
+    keeps = bool(options and options.scalar(2, "?", False))
+    count, odd = divmod(int(np.prod(read)), columns)
+    if odd or (keeps and read[-1:] != (columns,)):
+        raise UnreadableError(f"multiplies {list(read)} numbers by a matrix of {columns} columns")
+    return (*read[:-1], rows) if keeps else (count, rows)

@@ -1,0 +1,247 @@
+"""From scores to weights: what masks, windows and a softmax make of query · K."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mtp_extract.graph.caches import cache_matrix
+from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, ints
+from mtp_extract.graph.evaluate import evaluate
+from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
+from mtp_extract.graph.forms import Cache, Operand, QueryTerms, ScoreRows, ScoreView, broadcast_shape
+from mtp_extract.graph.mask_trees import (
+    SCORE,
+    Add,
+    InWindow,
+    Leaf,
+    MaskTree,
+    MaskValue,
+    Number,
+    Score,
+    Select,
+    SlotWindow,
+)
+from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.views import View
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+
+_MOST_NUMBERS = 1 << 20
+
+_STAGES: dict[tuple[str | float | None, ...], str] = {
+    ("REDUCE_MAX", "score", None): "largest",
+    ("SUB", "score", "largest"): "shifted",
+    ("EXP", "shifted"): "raised",
+    ("SUM", "raised", None): "total",
+    ("DIV", "raised", "total"): "weights",
+    ("DIV", 1.0, "total"): "share",
+    ("MUL", "raised", "share"): "weights",
+    ("MUL", "share", "raised"): "weights",
+    ("EQUAL", "score", -np.inf): "hidden",
+    ("LOGICAL_NOT", "hidden"): "seen",
+    ("REDUCE_ANY", "seen", None): "some",
+    ("LOGICAL_NOT", "some"): "none",
+    # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
+    ("SELECT_V2", "none", 0.0, "weights"): "weights",
+}
+"""An operator, and of its operands the stages and numbers (None: axes) → the stage of its result."""
+
+
+def multiply_keys(
+    reading: ReadGraph, query: QueryTerms, cache: Cache, *, flips_query: bool, flips_keys: bool
+) -> ScoreView:
+    """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
+    if flips_query:
+        raise UnreadableError("multiplies a query that it transposes")
+    keys = cache_matrix(reading, cache, *((-2, -1) if flips_keys else (-1, -2)))
+    width = keys.dimensions.size
+    if np.unique(keys.dimensions).size != width or query.terms.shape[-1] != width:
+        raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
+
+    # A row is a query head. Each has all dimensions of the cache, where the query may be of some alone: others are 0.
+    shape = (*np.broadcast_shapes(keys.heads.shape, query.terms.shape[:-2]), query.terms.shape[-2])
+    rows = math.prod(shape)
+    width_of_cache = reading.graph.inputs[cache.name].tensor.shape[keys.axes[2]]
+    if rows * width_of_cache * query.number.shape[-1] > _MOST_NUMBERS:
+        raise UnreadableError("has more heads and dimensions than any drafter")
+    terms = np.zeros((rows, width_of_cache), query.terms.dtype)
+    terms[:, keys.dimensions] = np.broadcast_to(query.terms, (*shape, width)).reshape(rows, -1)
+    rotated = QueryTerms(query.query, terms).times(cache.factor)
+    head = np.broadcast_to(keys.heads[..., None], shape).reshape(-1)
+
+    view = View.of_shape(["row", "slot"], [rows, keys.slots.size]).reshaped((*shape, keys.slots.size))
+    view = view.with_axis(len(shape), np.outer([0, 1], keys.slots))
+    if keys.window is not None:
+        view = replace(view, starts={"slot": keys.window})
+    return ScoreView("score", ScoreRows(cache.name, keys.axes, head, rotated, SCORE), view)
+
+
+def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> ScoreView:
+    """What operators make of scores, stage by stage."""
+    rows = [operand for operand in operands if isinstance(operand, ScoreView)]
+    if any(isinstance(operand, QueryTerms | Cache) for operand in operands):
+        raise UnreadableError("brings a score together with a query or a cache")
+    if node.kind == "SOFTMAX":
+        return _softmax(reading, node, rows[0])
+    number_of = reading.expressions.number_of
+    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
+    stage = _STAGES.get((node.kind, *stages))
+    if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
+        return _mask(reading, node, operands, rows)
+    if stage is None:
+        raise UnreadableError(
+            f"computes something of {rows[0].stage} scores, between the scores and the weights of an attention"
+        )
+    if node.kind in REDUCTIONS:
+        return _reduce(reading, node, rows[0], stage)
+    widest = max(rows, key=lambda row: math.prod(row.view.shape))
+    if any(row is not widest and not _same_rows(widest, row) for row in rows):
+        raise UnreadableError("brings scores and a number of other rows together")
+    return replace(widest, stage=stage)
+
+
+def _same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
+    """Whether ``narrow``, a number a row, is of the same scores and rows as ``widest``."""
+    if widest.scores is not narrow.scores or len(widest.view.axes) != len(narrow.view.axes):
+        return False
+    slot_axis = widest.slot_axis
+    others = [axis for axis in range(len(widest.view.axes)) if axis != slot_axis]
+    rows, rows_of_narrow = (each.view.places(others, "row") for each in (widest, narrow))
+    return narrow.view.shape[slot_axis] == 1 and np.array_equal(rows, rows_of_narrow)
+
+
+def _holds_all_slots(reading: ReadGraph, view: View, axis: int) -> bool:
+    label, places, window = view.along(axis)
+    return label == "slot" and window is None and np.array_equal(places, np.arange(reading.positions.slots))
+
+
+def _softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
+    beta = float(Call(reading.graph, node).option(0, "f", 0.0))
+    last = len(scored.view.axes) - 1
+    if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
+        raise UnreadableError("is a softmax of something else than the scores of all slots")
+    return replace(scored, stage="weights")
+
+
+def _reduce(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> ScoreView:
+    """The largest score, the total, or whether any slot is seen: over all slots."""
+    view = scored.view
+    slot_axis = scored.slot_axis
+    stated = node.operand(1)
+    axes = [] if stated.depends else ints(reading.graph.integers(stated))
+    reduces_slots = {axis_of(axis, len(view.axes)) for axis in axes} == {slot_axis}
+    if not reduces_slots or not _holds_all_slots(reading, view, slot_axis):
+        raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
+    keeps = bool(Call(reading.graph, node).option(0, "?", False))
+    return ScoreView(stage, scored.scores, view.without(slot_axis, keeps=keeps))
+
+
+# Masks.
+
+
+def _mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Sequence[ScoreView]) -> ScoreView:
+    """A score that meets masks, positions and numbers."""
+    shape = broadcast_shape(operands)
+    # With axes of one element in front, where the other operand has more.
+    views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
+    view = views[0]
+    if any(not each.same(view) for each in views) or view.shape != shape:
+        raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+    first = rows[0].scores
+    if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
+        raise UnreadableError("brings different scores together")
+    slot_axis = view.only("slot")
+    parts = [_part(reading, *operand, view, slot_axis) for operand in zip(operands, node.inputs, strict=True)]
+    factor = _factor(node.kind, parts)
+    if isinstance(first.tree, Score) and factor:
+        return ScoreView("score", replace(first, rotated=first.rotated.times(factor)), view)
+    return rows[0].with_tree(_tree(node, parts), view)
+
+
+def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View, slot_axis: int) -> MaskTree:
+    """What an operand, the value ``value``, is in a mask tree: a number a slot, the same for all rows."""
+    if isinstance(operand, ScoreView):
+        return operand.scores.tree
+    number = reading.expressions.number_of(operand)
+    if number is not None:
+        return Number(number)
+    if value is None or value.depends & Depends.DATA:
+        raise UnreadableError("brings a score together with another activation")
+    # Masks are read along their last axis: so that of the slots has to be.
+    if slot_axis != len(view.axes) - 1 and value.tensor.elements > 1:
+        raise UnreadableError("meets a mask otherwise than along its last axis")
+    axis = slot_axis - (len(view.axes) - len(value.tensor.shape))
+    if axis < 0 or value.tensor.shape[axis] == 1:
+        return MaskValue(value, None)
+    if not _holds_all_slots(reading, view, slot_axis):
+        raise UnreadableError("meets scores of some slots with a mask")
+    return MaskValue(value, axis)
+
+
+def _factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
+    """What an operator multiplies a score by that no mask has met; None where it does something else."""
+    numbers = [part.number for part in parts if isinstance(part, Number)]
+    if kind == "NEG":
+        return -1.0
+    if kind == "MUL" and len(numbers) == 1:
+        return numbers[0]
+    is_divisor = len(parts) == 2 and isinstance(parts[1], Number)
+    return 1 / numbers[0] if kind == "DIV" and is_divisor and numbers[0] else None
+
+
+def _tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
+    """The mask tree of an operator on ``parts``."""
+    if node.kind in SELECTIONS and isinstance(parts[0], Leaf):
+        if node.kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
+            raise UnreadableError("chooses whole rows")
+        return Select(parts[0], *parts[1:])
+    sign = {"ADD": 1.0, "SUB": -1.0}.get(node.kind)
+    if sign is not None and isinstance(parts[1], Leaf):
+        return Add(parts[0], parts[1], sign)
+    if node.kind == "ADD" and isinstance(parts[0], Leaf):
+        return Add(parts[1], parts[0], 1.0)
+    raise UnreadableError("computes something of a score")
+
+
+# Windows.
+
+
+def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
+    """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
+    around = node.operand(0)
+    if not isinstance(scored, ScoreView) or scored.stage != "score" or around.depends:
+        raise UnreadableError("writes something else than the scores of a window")
+    if around.tensor.type not in FLOAT_TYPES:
+        raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
+    numbers = np.unique(_numbers_around(reading.graph, around))
+    shape = around.tensor.shape
+    view = scored.view
+    slot_axis = scored.slot_axis
+    label, places, start = view.along(slot_axis)
+
+    # LiteRT moves a window that would reach beyond the end.
+    begins = np.clip(reading.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
+    belongs = start == reading.positions.window(begins[:, slot_axis])
+    is_run = np.array_equal(places, np.arange(places.size))
+    fits = all(view.shape[axis] == size for axis, size in enumerate(shape) if axis != slot_axis)
+    covers = shape[slot_axis] == reading.positions.slots
+    if numbers.size != 1 or start is None or not (belongs and is_run and fits and covers):
+        raise UnreadableError("puts scores where they do not belong")
+
+    tree = InWindow(scored.scores.tree, SlotWindow(start, places.size), Number(float(numbers[0])))
+    by_slot = np.outer([each == label for each in view.labels], np.arange(shape[slot_axis]))
+    return scored.with_tree(tree, replace(view.with_axis(slot_axis, by_slot), starts={}))
+
+
+def _numbers_around(graph: FlatGraph, around: Value) -> Floats:
+    """The numbers of a constant that is stored, or filled with one number."""
+    if around.constant:
+        return graph.floats(around)
+    filler = around.producer
+    if filler is None or filler.kind != "FILL" or ints(graph.integers(filler.operand(0))) != [*around.tensor.shape]:
+        raise UnreadableError("writes the scores of a window into something else than constant numbers")
+    return evaluate(graph, {}, [filler.operand(1)])[0].reshape(-1)
