@@ -11,7 +11,7 @@ its code stands for. Integers are exact or refused: none wraps around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -68,9 +68,10 @@ def _strided_slice(call: Call, x: Array, begin: Array, end: Array, strides: Arra
     if ellipsis or new_axis or call.option(5, "?", False):
         raise call.refuse("adds axes, or counts its ends from its begins")
     index: list[Any] = []
-    for i, (first, last, step) in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
-        start, stop = None if no_begin >> i & 1 else first, None if no_end >> i & 1 else last
-        index.append(start or 0 if drops >> i & 1 else slice(start, stop, step))
+    for axis, bounds in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
+        bit = 1 << axis
+        start = None if no_begin & bit else bounds[0]
+        index.append(start or 0 if drops & bit else slice(start, None if no_end & bit else bounds[1], bounds[2]))
     return np.asarray(x[tuple(index)])
 
 
@@ -263,112 +264,154 @@ def evaluate(
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
-    # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
-    producers = {v.producer for v in reached.values() if v.producer is not None and id(v) not in known}
-    nodes = sorted(producers, key=graph.place_of.__getitem__)
+    nodes = _nodes_of(graph, (value for key, value in reached.items() if key not in known))
     samples = max(map(len, inputs.values()), default=1)
     step = max(1, _AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)]))
-    # What no sample decides is computed once a step.
-    steps = -(-samples // step)
-    numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached.values())
-    graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_OF_A_VALUE
-    if graph.computed.elements < 0:
-        raise UnsupportedError(
-            f"{wanted[0].label}: more numbers are computed of positions and constants than in any drafter's graph, so "
-            "it cannot be checked. Export the file again."
-        )
+    _spend(graph, wanted[0], reached.values(), samples, step)
+
+    shared = {key: np.moveaxis(array, 0, -1) for key, array in known.items()}
+    parts = [_Samples(graph, fed, dict(shared)).compute(nodes, wanted) for fed in _split(inputs, samples, step)]
     several = {name for name, array in inputs.items() if len(array) > 1}
-    parts = []
-    for at in range(0, samples, step):
-        fed = {name: np.moveaxis(a[at : at + step] if name in several else a, 0, -1) for name, a in inputs.items()}
-        parts.append(_run(graph, fed, nodes, wanted, {key: np.moveaxis(a, 0, -1) for key, a in known.items()}))
     return [
-        np.moveaxis(np.concatenate(pieces, -1) if several & inputs_of([value]) else pieces[0], -1, 0)
+        _join(pieces if several & inputs_of([value]) else pieces[:1])
         for value, pieces in zip(wanted, zip(*parts, strict=True), strict=True)
     ]
 
 
-def _run(
-    graph: FlatGraph,
-    inputs: Mapping[str, Array],
-    nodes: Sequence[Node],
-    wanted: Sequence[Value],
-    known: dict[int, Array],
-) -> list[Array]:
-    """What ``wanted`` are for some samples, side by side; a value without further readers is forgotten."""
-    last = {id(value): node for node in nodes for value in node.inputs} | {id(value): None for value in wanted}
+def _split(inputs: Mapping[str, Array], samples: int, step: int) -> Iterator[dict[str, Array]]:
+    """``inputs`` of ``step`` samples at a time, which are the last axis from here on."""
+    by_sample = {name: np.moveaxis(array, 0, -1) for name, array in inputs.items()}
+    for at in range(0, samples, step):
+        yield {name: a[..., at : at + step] if a.shape[-1] > 1 else a for name, a in by_sample.items()}
 
-    def read(value: Value) -> Array:
-        if id(value) in known:
-            return known[id(value)]
+
+def _join(pieces: Sequence[Array]) -> Array:
+    """The samples of ``pieces``, as the first axis again."""
+    return np.moveaxis(np.concatenate(pieces, -1) if len(pieces) > 1 else pieces[0], -1, 0)
+
+
+def _nodes_of(graph: FlatGraph, values: Iterable[Value]) -> list[Node]:
+    """The operators that compute ``values``, in the order of execution."""
+    # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
+    producers = {value.producer for value in values if value.producer is not None}
+    return sorted(producers, key=graph.place_of.__getitem__)
+
+
+def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples: int, step: int) -> None:
+    """Count what is computed of ``reached`` against the budget of the graph; ``step`` samples side by side."""
+    # What no sample decides is computed once a step.
+    steps = -(-samples // step)
+    numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached)
+    graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_OF_A_VALUE
+    if graph.computed.elements < 0:
+        raise UnsupportedError(
+            f"{wanted.label}: more numbers are computed of positions and constants than in any drafter's graph, so it "
+            "cannot be checked. Export the file again."
+        )
+
+
+class _Samples:
+    """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
+
+    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], known: dict[int, Array]) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        self.known = known
+
+    def compute(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
+        """What ``wanted`` are; a value without further readers is forgotten."""
+        last = {id(value): node for node in nodes for value in node.inputs} | {id(value): None for value in wanted}
+        with np.errstate(all="ignore"):
+            for node in nodes:
+                self._compute(node)
+                for value in (*node.inputs, *node.outputs):
+                    if last.get(id(value), node) is node:
+                        self.known.pop(id(value), None)
+            return [self._read(value) for value in wanted]
+
+    def _read(self, value: Value) -> Array:
+        if id(value) in self.known:
+            return self.known[id(value)]
         if value.unproduced:
             raise RoleError(f"{value.label} is read, and no op computes it: an op was lost after the graph was made.")
         if value.input_name is None:
-            return known.setdefault(id(value), _constant(graph, value.tensor)[..., None])
-        if value.input_name not in inputs:
+            return self.known.setdefault(id(value), _constant(self.graph, value.tensor)[..., None])
+        if value.input_name not in self.inputs:
             raise UnsupportedError(f"The input {escape(value.input_name)!r} is none that this release can fill.")
-        return inputs[value.input_name]
+        return self.inputs[value.input_name]
 
-    with np.errstate(all="ignore"):
-        for node in nodes:
-            call = Call(graph, node)
-            if node.kind not in KERNELS:
-                raise call.refuse("is no operator that this release can evaluate")
-            if node.op.activation:
-                raise call.refuse(f"has the fused activation {node.op.activation}")
-            _check_bits(call)
-            operands = [read(node.operand(position)) for position in range(len(node.inputs))]
-            with computing(node.op.label):
-                results = _computed(call, operands)
-            if len(results) != len(node.outputs):
-                raise FormatError(f"{node.op.label} has {len(node.outputs)} results and should have {len(results)}.")
-            for value, array in zip(node.outputs, results, strict=True):
-                if array.dtype != NUMPY_TYPES.get(value.tensor.type, np.void):
-                    raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
-                if array.shape[:-1] != tuple(value.tensor.shape):
-                    raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
-                known[id(value)] = array
-            for done in (*node.inputs, *node.outputs):
-                if last.get(id(done), node) is node:
-                    known.pop(id(done), None)
-        return [read(value) for value in wanted]
+    def _compute(self, node: Node) -> None:
+        call = Call(self.graph, node)
+        if node.kind not in KERNELS:
+            raise call.refuse("is no operator that this release can evaluate")
+        if node.op.activation:
+            raise call.refuse(f"has the fused activation {node.op.activation}")
+        _check_bits(call)
+        operands = [self._read(node.operand(position)) for position in range(len(node.inputs))]
+        with computing(node.op.label):
+            results = _computed(call, operands)
+        self._keep(call, results)
+
+    def _keep(self, call: Call, results: Sequence[Array]) -> None:
+        """Know the results of an operator, which have the types and shapes that the file says."""
+        outputs = call.node.outputs
+        if len(results) != len(outputs):
+            raise FormatError(f"{call.node.op.label} has {len(outputs)} results and should have {len(results)}.")
+        for value, array in zip(outputs, results, strict=True):
+            if array.dtype != NUMPY_TYPES.get(value.tensor.type, np.void):
+                raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
+            if array.shape[:-1] != tuple(value.tensor.shape):
+                raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
+            self.known[id(value)] = array
 
 
 def _check_bits(call: Call) -> None:
-    """Of numbers of few bits only floats are made, but numbers may be rounded to half precision and moved there."""
-    kind, results = call.node.kind, [value.tensor for value in call.node.outputs]
+    """Check that numbers of few bits become float32 before anything is computed of them. Those of half precision may
+    also be made of floats, and moved.
+    """
+    kind = call.node.kind
+    results = [value.tensor for value in call.node.outputs]
     operands = [call.tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*operands, *results))):
         return
-    on_grid = any(map(holds_codes, (*operands, *results)))
-    types = {tensor.type for tensor in results} | {operands[i].type for i in LAYOUT.get(kind, ()) if i < len(operands)}
-    moves = kind in LAYOUT and len(types) == 1 and not on_grid
-    widens = not any(map(has_few_bits, results)) and (kind == "DEQUANTIZE" or (kind == "CAST" and not on_grid))
-    narrows = kind == "CAST" and types <= FLOAT_TYPES and not on_grid
-    if not (moves or widens or narrows):
+    is_widened = not any(map(has_few_bits, results))
+    if kind == "DEQUANTIZE":
+        is_read = is_widened
+    elif any(map(holds_codes, (*operands, *results))):
+        is_read = False
+    elif kind in LAYOUT:
+        moved = (operands[place] for place in LAYOUT[kind] if place < len(operands))
+        is_read = len({tensor.type for tensor in (*moved, *results)}) == 1
+    else:
+        is_read = kind == "CAST" and (is_widened or {tensor.type for tensor in results} <= FLOAT_TYPES)
+    if not is_read:
         raise call.refuse("computes with numbers of few bits")
 
 
 def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
     """The results of an operator."""
     kind = call.node.kind
-    kernel = KERNELS[call.node.kind]
     counts = [x.shape[-1] for x in operands]
     # What is stored may be large; what is made of small constants is not.
     largest = max(LARGEST_COMPUTED, *(x[..., 0].size for x in operands))
     call = replace(call, largest=largest // max(counts))
-    moved = LAYOUT.get(kind, ())
+    places = LAYOUT.get(kind, ())
     if kind in ELEMENTWISE:
         call.check_size(*np.broadcast_shapes(*(x.shape[:-1] for x in operands)))
-        return (kernel(call, *operands),)
-    if kind in LAYOUT and all(count == 1 for position, count in enumerate(counts) if position not in moved):
-        return _moved(call, operands, moved)
+        return (KERNELS[kind](call, *operands),)
+    if kind in LAYOUT and all(count == 1 for position, count in enumerate(counts) if position not in places):
+        return _moved(call, operands, places)
     if kind == "GATHER" and counts[0] == 1:
         return (_looked_up(call, *operands),)
-    results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(max(counts))]
-    return tuple(
-        np.stack(arrays, -1) for arrays in (zip(*results, strict=True) if isinstance(results[0], tuple) else [results])
-    )
+    return _computed_one_by_one(call, operands, max(counts))
+
+
+def _computed_one_by_one(call: Call, operands: Sequence[Array], samples: int) -> tuple[Array, ...]:
+    """The results of an operator that runs once a sample."""
+    kernel = KERNELS[call.node.kind]
+    results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(samples)]
+    arrays_by_output = zip(*results, strict=True) if isinstance(results[0], tuple) else [results]
+    return tuple(np.stack(arrays, -1) for arrays in arrays_by_output)
 
 
 def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:

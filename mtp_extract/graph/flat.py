@@ -21,7 +21,7 @@ from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.flexbuffer import read_numbers
 from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats
-from mtp_extract.litertlm.tflite import Operator, Signature, Tensor, TensorType, TfliteModel
+from mtp_extract.litertlm.tflite import Operator, Signature, Subgraph, Tensor, TensorType, TfliteModel
 
 _DEEPEST_COMPOSITE = 8
 _LARGEST_ATTRIBUTES = 1 << 16
@@ -199,16 +199,11 @@ class _Builder:
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
         """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
         graph = self.model.subgraphs[index]
-        for filled in (*graph.inputs, *(i for op in graph.operators for i in op.outputs)):
-            if filled >= 0 and self.model.has_data(tensor := self.model.tensor(index, filled)):
-                raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
+        self._check_no_data(graph)
         # An input that is left out is a value that nothing computes.
         values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:
-            # A composite that is read many times is built many times: a small file can describe a huge graph.
-            self.edges += len(op.inputs) + len(op.outputs)
-            if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
-                raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
+            self._count(op)
             inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
             if (op.subgraph, op.index) in self.passed:
                 self._pass(op, inputs, values)
@@ -220,6 +215,18 @@ class _Builder:
             if output >= 0:
                 self._value(index, output, values)
         return values
+
+    def _check_no_data(self, graph: Subgraph) -> None:
+        """Check that no numbers are stored for what is filled when the graph runs."""
+        for index in (*graph.inputs, *(output for op in graph.operators for output in op.outputs)):
+            if index >= 0 and self.model.has_data(tensor := graph.tensors[index]):
+                raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
+
+    def _count(self, op: Operator) -> None:
+        """A composite that is read many times is built many times: a small file can describe a huge graph."""
+        self.edges += len(op.inputs) + len(op.outputs)
+        if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
+            raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
 
     def _value(self, subgraph: int, index: int, values: dict[int, Value]) -> Value:
         value = values.get(index)
@@ -257,33 +264,48 @@ class _Builder:
         if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
             raise RoleError(f"{op.label} contains itself, or composites are nested too deeply.")
         body = self.model.subgraphs[op.body]
-        arguments = {
-            inner: outer for inner, outer in zip(body.inputs, inputs, strict=True) if outer is not None and inner >= 0
-        }
-        attributes = self._attributes(op)
-        if _EPSILON in attributes:
-            self.epsilons[op.label] = attributes[_EPSILON]
-        if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None and _SCALE in attributes:
-            self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
+        arguments = self._hand_in(op, body, inputs)
+        self._note_attributes(op, inputs)
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
         self.opened.pop()
         for outer, inner in zip(op.outputs, body.outputs, strict=True):
             if outer < 0 or inner < 0:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
-            value = self._value(op.body, inner, inner_values)
-            tensor = self.model.tensor(op.subgraph, outer)
-            self.handed.append((op, value.tensor, tensor))
-            if outer in values:
-                raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
-            if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
-                raise RoleError(f"{op.label} hands {value.label} on through more composites than any exporter writes.")
-            if tensor not in value.tensors:
-                value.tensors.append(tensor)
-            values[outer] = value
-        self.handed += [
-            (op, self.model.tensor(op.body, index), argument.tensor) for index, argument in arguments.items()
-        ]
+            self._hand_out(op, self._value(op.body, inner, inner_values), outer, values)
+
+    def check_composites(self) -> None:
+        """Check what composites hand in and out, and what they say of themselves."""
+        for op, inner, outer in self.handed:
+            _require_same(op, inner, outer)
+        for op, scale, cache in self.cache_scales:
+            _require_scale(op, scale, cache)
+
+    def _hand_in(self, op: Operator, body: Subgraph, inputs: tuple[Value | None, ...]) -> dict[int, Value]:
+        """What the composite ``op`` hands in, by input of its ``body``."""
+        pairs = zip(body.inputs, inputs, strict=True)
+        arguments = {inner: outer for inner, outer in pairs if outer is not None and inner >= 0}
+        self.handed += [(op, body.tensors[inner], outer.tensor) for inner, outer in arguments.items()]
+        return arguments
+
+    def _hand_out(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
+        """Know ``value``, which the body of the composite ``op`` computed, by its output ``outer``, too."""
+        tensor = self.model.tensor(op.subgraph, outer)
+        self.handed.append((op, value.tensor, tensor))
+        if outer in values:
+            raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
+        if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
+            raise RoleError(f"{op.label} hands {value.label} on through more composites than any exporter writes.")
+        if tensor not in value.tensors:
+            value.tensors.append(tensor)
+        values[outer] = value
+
+    def _note_attributes(self, op: Operator, inputs: tuple[Value | None, ...]) -> None:
+        attributes = self._attributes(op)
+        if _EPSILON in attributes:
+            self.epsilons[op.label] = attributes[_EPSILON]
+        if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None and _SCALE in attributes:
+            self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
 
     def _attributes(self, op: Operator) -> Mapping[str, float]:
         """The numbers that a composite says of itself, of those that are used; many may say the same bytes.
@@ -363,26 +385,12 @@ def flatten(
         RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice), or an input
             of the subgraph is none of the signature: nobody fills it.
     """
-    builder = _Builder(model, most_nodes, passed)
     graph = model.subgraphs[signature.subgraph]
-    by_tensor = {tensor: name for name, tensor in signature.inputs.items()}
-    if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
-        raise RoleError(
-            f"The signature {escape(signature.key)!r} names one tensor twice, or one that is no input of its graph: a "
-            "runtime cannot fill it so."
-        )
     names = runtime_inputs({name: graph.tensors[index] for name, index in signature.inputs.items()})
-    arguments = {
-        index: Value([graph.tensors[index]], input_name=name, depends=_DEPENDS.get(name or "", Depends.DATA))
-        for index in graph.inputs
-        if index >= 0
-        for name in (names[by_tensor[index]] if index in by_tensor else None,)
-    }
+    arguments = _arguments(graph, signature, names)
+    builder = _Builder(model, most_nodes, passed)
     values = builder.build(signature.subgraph, arguments)
-    for op, inner, outer in builder.handed:
-        _require_same(op, inner, outer)
-    for op, scale, cache in builder.cache_scales:
-        _require_scale(op, scale, cache)
+    builder.check_composites()
     for value in arguments.values():
         if value.input_name is None and value.consumers:
             raise RoleError(
@@ -391,7 +399,6 @@ def flatten(
             )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
-    size = model.region.size + (model.weights.size if model.weights is not None else 0)
     return FlatGraph(
         model,
         signature,
@@ -401,8 +408,29 @@ def flatten(
         builder.constants,
         builder.epsilons,
         names,
-        computed=Budget(_COMPUTED + _COMPUTED_PER_BYTE * size),
+        computed=Budget(_COMPUTED + _COMPUTED_PER_BYTE * _bytes_of(model)),
     )
+
+
+def _bytes_of(model: TfliteModel) -> int:
+    return model.region.size + (model.weights.size if model.weights is not None else 0)
+
+
+def _arguments(graph: Subgraph, signature: Signature, names: Mapping[str, str]) -> dict[int, Value]:
+    """The inputs of ``graph`` by tensor, those of ``signature`` called as ``names`` says; others are not named."""
+    by_tensor = {tensor: names[name] for name, tensor in signature.inputs.items()}
+    if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
+        raise RoleError(
+            f"The signature {escape(signature.key)!r} names one tensor twice, or one that is no input of its graph: a "
+            "runtime cannot fill it so."
+        )
+    arguments = {}
+    for index in graph.inputs:
+        if index >= 0:
+            name = by_tensor.get(index)
+            depends = _DEPENDS.get(name or "", Depends.DATA)
+            arguments[index] = Value([graph.tensors[index]], input_name=name, depends=depends)
+    return arguments
 
 
 def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:

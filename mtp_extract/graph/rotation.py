@@ -7,7 +7,7 @@ amplitude times ``q[d] · cos − q[d + half] · sin`` below half, and ``q[d] ·
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,42 @@ _LARGEST_THETA_EXPONENT = 12
 _EXACT = 2e-6
 _HALF = 2.0**-11
 _HALF_SUBNORMAL = 2.0**-25
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """Σ over terms of number · column of a table, ``[dimensions, terms]``; where ``by`` is 0 the number alone."""
+
+    number: Floats
+    columns: Ids
+    by: Ids
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """Equal for equal sums."""
+        return self.number.tobytes(), self.columns.tobytes(), self.by.tobytes()
+
+    def over(self, table: Floats) -> Floats:
+        """For every row of ``table``: ``[positions, dimensions]``."""
+        total: Floats | None = None
+        for term in range(self.number.shape[1]):
+            if self.number[:, term].any():
+                summand = self._summand(term, table)
+                total = summand if total is None else total + summand
+        return np.zeros((len(table), len(self.number)), np.float32) if total is None else total
+
+    def _summand(self, term: int, table: Floats) -> Floats:
+        factors = self.number[:, term]
+        columns = self.columns[:, term]
+        by = self.by[:, term]
+        if not by.any():
+            return np.broadcast_to(factors, (len(table), len(factors)))
+        first = int(columns[0])
+        if by.all() and np.array_equal(columns, np.arange(first, first + len(columns))):
+            picked = table[:, first : first + len(columns)]
+        else:
+            picked = np.where(by > 0, table[:, columns], np.float32(1))
+        return picked if (factors == 1).all() else picked * factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,28 +101,40 @@ class Rotation:
 
         What is the same for several is one array.
         """
-        values, columns = self.values, np.zeros(self.positions.count, np.int64)
-        at = 0
-        for value in values:
-            elements = self.positions.elements(value).reshape(-1)
-            columns[elements] = at + np.arange(elements.size)
-            at += elements.size
-        everywhere = np.arange(self.positions.slots) if positions is None else positions
+        values = self.values
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
-        sums: list[tuple[Floats, Ids, Ids]] = []
-        for part, signs in ((0, (1, 1)), (1, (-1, 1))):
-            for side, sign in enumerate(signs):
-                arrays = slice(side * self.half, (side + 1) * self.half)
-                by = self.by[part, arrays]
-                sums.append((self.number[part, arrays] * sign, columns[by], by))
+        columns = self._columns(values)
+        sums = [
+            self._sum(columns, part=0, upper=False, sign=1),
+            self._sum(columns, part=0, upper=True, sign=1),
+            self._sum(columns, part=1, upper=False, sign=-1),
+            self._sum(columns, part=1, upper=True, sign=1),
+        ]
         # Most often both halves are turned by the same numbers.
-        keys = [tuple(array.tobytes() for array in arrays) for arrays in sums]
+        keys = [each.key for each in sums]
         first = [keys.index(key) for key in keys]
+        everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values):
             table = tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
-            coefficients = {i: _sum(*sums[i], table) for i in set(first)}
+            coefficients = {i: sums[i].over(table) for i in set(first)}
             yield some, [coefficients[i] for i in first]
+
+    def _columns(self, values: Sequence[Value]) -> Ids:
+        """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
+        columns = np.zeros(self.positions.count, np.int64)
+        begin = 0
+        for value in values:
+            elements = self.positions.elements(value).reshape(-1)
+            columns[elements] = np.arange(begin, begin + elements.size)
+            begin += elements.size
+        return columns
+
+    def _sum(self, columns: Ids, *, part: int, upper: bool, sign: int) -> _Sum:
+        """What the dimensions above or below half are multiplied by, or the other of their pair (``part`` 1)."""
+        half = slice(self.half, None) if upper else slice(self.half)
+        by = self.by[part, half]
+        return _Sum(self.number[part, half] * sign, columns[by], by)
 
     def measured(self) -> tuple[Doubles, Doubles]:
         """By how much a query turns from one position to the next, and how far each number may be off.
@@ -100,12 +148,20 @@ class Rotation:
         cos, sin = (np.concatenate([row[part] for row in rows]).astype(np.float64) for part in (0, 2))
         if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
             raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")
-        frequency = np.zeros(self.half)
-        for position, turned in zip(steps, np.arctan2(sin, cos), strict=True):
-            turns = np.rint((frequency * position - turned) / (2 * np.pi)) if position > 1 else 0.0
-            frequency = (turned + 2 * np.pi * turns) / max(position, 1)
+        frequency = _follow(steps, np.arctan2(sin, cos))
         noise = 2 * float(np.abs(np.hypot(sin, cos) - 1).max())
         return frequency, _rounding_of(frequency, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
+
+
+def _follow(positions: Ids, angles: Doubles) -> Doubles:
+    """The frequencies, ``[half]``, of ``angles`` between −π and π at ``positions``, each twice the one before: how many
+    whole turns an angle is short of follows from the frequency up to there.
+    """
+    frequency = np.zeros(angles.shape[1])
+    for position, angle in zip(positions, angles, strict=True):
+        turns = np.rint((frequency * position - angle) / (2 * np.pi)) if position > 1 else 0.0
+        frequency = (angle + 2 * np.pi * turns) / max(position, 1)
+    return frequency
 
 
 def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
@@ -121,45 +177,30 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     """
     rotated = scores.rotated
     width = rotated.number.shape[1]
-    used, dimensions = rotated.number != 0, np.arange(width)
+    used = rotated.number != 0
     head = np.where(used, rotated.element // width, 0).max((1, 2))
     if not np.array_equal(np.sort(head), np.arange(heads)):
         raise RoleError(f"{name}.attention: its scores are not one row a query head.")
     if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
         raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
-    within = rotated.element - head[:, None, None] * width
-    is_own = within == dimensions[:, None]
-    is_other = within == ((dimensions + width // 2) % width)[:, None]
-    if width % 2 or (used & ~is_own & ~is_other).any():
+
+    # Per dimension, the terms of its own element of the query and those of the other of its pair: [rows, 2, …].
+    element = rotated.element - head[:, None, None] * width
+    dimensions = np.arange(width)[:, None]
+    pair = np.stack([element == dimensions, element == (dimensions + width // 2) % width], 1)
+    if width % 2 or (used & ~pair.any(1)).any():
         raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
-    number = np.stack([np.where(used & which, rotated.number, 0) for which in (is_own, is_other)], 1)
+    number = np.where(used[:, None] & pair, rotated.number[:, None], 0)
     by = np.where(number != 0, rotated.by[:, None], 0)
     if (number != number[:1]).any() or (by != by[:1]).any():
         raise RoleError(f"{name}.attention: its heads are rotated differently.")
-    keep = (number[0] != 0).any((0, 1))
+
     first = number[0, 0, 0]
     amplitude = float(first[np.abs(first).argmax()])
     if not amplitude:
         raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
-    return Rotation(amplitude, (number[0][..., keep] / amplitude).astype(np.float32), by[0][..., keep], positions)
-
-
-def _sum(number: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
-    """Σ over the terms of number · column of ``table``, ``[positions, dimensions]``."""
-    total: Floats | None = None
-    for term in range(number.shape[1]):
-        factors, at = number[:, term], columns[:, term]
-        if not factors.any():
-            continue
-        if not by[:, term].any():
-            total = np.broadcast_to(factors, (len(table), len(number))) + (0 if total is None else total)
-            continue
-        first = int(at[0])
-        is_run = by[:, term].all() and np.array_equal(at, np.arange(first, first + len(at)))
-        picked = table[:, first : first + len(at)] if is_run else np.where(by[:, term] > 0, table[:, at], np.float32(1))
-        each = picked if (factors == 1).all() else picked * factors
-        total = each if total is None else total + each
-    return np.zeros((len(table), len(number)), np.float32) if total is None else total
+    terms = (number[0] != 0).any((0, 1))
+    return Rotation(amplitude, (number[0][..., terms] / amplitude).astype(np.float32), by[0][..., terms], positions)
 
 
 # The config's RoPE behind a table of frequencies.
@@ -194,18 +235,11 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
         UnsupportedError: no theta and share make this table.
     """
     rotated_count = int(np.count_nonzero(table))
-    if (
-        rotated_count < 2
-        or np.any(table[rotated_count:])
-        or bool(((table < 0) | (table > 1 + allowed)).any())
-        or abs(table[0] - 1.0) > _EXACT + allowed[0]
-    ):
+    is_falling = rotated_count >= 2 and not np.any(table[rotated_count:])
+    is_share = ((table >= 0) & (table <= 1 + allowed)).all()
+    if not is_falling or not is_share or abs(table[0] - 1.0) > _EXACT + allowed[0]:
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
-    index = np.arange(1, rotated_count)
-    # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
-    doubt = allowed[1:rotated_count] / table[1:rotated_count] / index
-    best = int(index[np.argmin(doubt)])
-    exponent = -math.log10(table[best]) * head_dim / (2 * best)
+    exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
     # The roundest number first: a coarse grid leaves room for several.
@@ -218,3 +252,11 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
             if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _EXACT)).all()):
                 return rope
     raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")
+
+
+def _theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
+    """log10 of theta, by ``table[i] = theta^(−2i / head_dim)``."""
+    index = np.arange(1, table.size)
+    # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
+    best = int(index[np.argmin(allowed[1:] / table[1:] / index)])
+    return -math.log10(table[best]) * head_dim / (2 * best)
