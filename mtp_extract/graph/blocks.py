@@ -16,6 +16,7 @@ from mtp_extract.graph.flat import Value
 from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.roles import FoundRole, activation_of
 from mtp_extract.litertlm.storage import NUMBER_TYPES
+from mtp_extract.litertlm.tflite import Tensor
 
 _CLOSE = 1e-5
 _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -102,23 +103,17 @@ class Blocks:
         node = self.reading.products[expr]
         if weight.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
-        tokens = read.size // weight.tensor.shape[1]
         stored = (self.scale_of(read) if meant is None else meant) / factor
         if not 1 / LARGEST_FACTOR < abs(stored) < LARGEST_FACTOR:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
-        self.roles.append(
-            FoundRole(
-                role,
-                weight.tensor,
-                (expr.size // tokens, weight.tensor.shape[1]),
-                1.0 if abs(stored - 1) < self.folded else stored,
-                f"weight of {node.op.label}",
-                (),
-                activation_of(node.operand(0)),
-                activation_of(node.outputs[0]),
-                result=self.reading.first[expr][0],
-            )
-        )
+        columns = weight.tensor.shape[1]
+        tokens = read.size // columns
+        shape = expr.size // tokens, columns
+        folded = 1.0 if abs(stored - 1) < self.folded else stored
+        quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+        result, _ = self.reading.first[expr]
+        why = f"weight of {node.op.label}"
+        self.roles.append(FoundRole(role, weight.tensor, shape, folded, why, (), *quantized, result))
         return read
 
     def require_input(self, role: str, read: Expr, name: str) -> None:
@@ -140,20 +135,21 @@ class Blocks:
         """``expr`` as an RMSNorm: x · (Σ x² · number + ε)^−½ · weight."""
         powers = expr.powers
         roots = [e for e, power in powers.items() if power == -0.5]
-        if len(roots) != 1:
+        weights = [e for e, power in powers.items() if power == 1 and _is_weight(e)]
+        if len(roots) != 1 or len(weights) > 1:
             return None
         root = roots[0].parts[0] if roots[0].kind == "each" else roots[0]
         squares = [e for e in root.terms if e.kind == "groups"]
         eps = root.terms.get(self.expressions.one, 0.0)
-        weights = [e for e, power in powers.items() if power == 1 and _is_weight(e)]
-        if len(root.terms) != 2 or len(squares) != 1 or eps <= 0 or len(weights) > 1:
+        if len(root.terms) != 2 or len(squares) != 1 or eps <= 0:
             return None
+        # What is squared under the root is what stands above it.
         squared, width = squares[0].parts
-        rest = {e: power for e, power in powers.items() if e not in (*roots, *weights)}
-        if {e: 2 * power for e, power in rest.items()} != squared.powers:
+        normed = {e: power for e, power in powers.items() if e not in (*roots, *weights)}
+        if {e: 2 * power for e, power in normed.items()} != squared.powers:
             return None
         factor = math.sqrt(root.terms[squares[0]] * width)
-        of = self.expressions.product(rest, expr.size)
+        of = self.expressions.product(normed, expr.size)
         return Norm(of, weights[0] if weights else None, width, 1.0 if close(factor, 1) else factor, eps)
 
     def norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
@@ -165,16 +161,22 @@ class Blocks:
         result, norm_factor, number = self.result_of(expr)
         if number is None and not close(abs(norm_factor), norm.factor):
             raise UnsupportedError(f"{role}: it is {norm_factor / norm.factor:g} times a norm.")
-        tensor = None if number is None else number.tensor
-        if norm.weight is not None:
-            weight = norm.weight.parts[0] if norm.weight.kind == "tiled" else norm.weight
-            tensor = weight.parts[0].tensor
-            if tensor.elements != norm.width or tensor.shape[-1] != norm.width:
-                raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {norm.width}.")
+        tensor = self._weight_of(role, norm) if number is None else number.tensor
         why = "its weight was 1 and was folded away" if tensor is None else "weight of an RMSNorm"
         names = tuple(t.name for t in result.tensors)
         self.roles.append(FoundRole(role, tensor, (norm.width,), 1.0, why, names, result=result))
         return norm.of, math.copysign(norm.factor, 1.0 if number is not None else norm_factor)
+
+    @staticmethod
+    def _weight_of(role: str, norm: Norm) -> Tensor | None:
+        """The weight of a norm, a number for each element of its axis; None where it has none."""
+        if norm.weight is None:
+            return None
+        weight = norm.weight.parts[0] if norm.weight.kind == "tiled" else norm.weight
+        tensor: Tensor = weight.parts[0].tensor
+        if tensor.elements != norm.width or tensor.shape[-1] != norm.width:
+            raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {norm.width}.")
+        return tensor
 
     def require_normed(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
         """Take a norm of ``factor × stream``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_extract.architecture import shapes_of
@@ -26,30 +27,15 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
     heads = {layer.heads for layer in walk.layers}
     if len(heads) > 1:
         raise UnsupportedError(f"The layers have different numbers of heads, {sorted(heads)}; no engine expects that.")
-    windows = {layer.window for layer in walk.layers if layer.window is not None}
-    if len(windows) > 1:
-        raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
-    types = _layer_types(walk.layers)
-    ropes = _ropes(walk.layers, types)
     shapes = {role.role: role.shape for role in walk.roles}
     vocab_size, hidden = shapes["lm_head"]
-    window = next(iter(windows), None)
     config = DrafterConfig(
         backbone_hidden_size=shapes["post_projection"][0],
         hidden_size=hidden,
         intermediate_size=shapes["layers.0.gate_proj"][0],
         vocab_size=vocab_size,
         num_heads=heads.pop(),
-        layers=tuple(
-            LayerConfig(
-                layer_type=layer_type,
-                head_dim=layer.head_dim,
-                num_kv_heads=layer.kv_heads,
-                sliding_window=window if layer_type == SLIDING else None,
-                rope=ropes[layer_type],
-            )
-            for layer, layer_type in zip(walk.layers, types, strict=True)
-        ),
+        layers=_layers(walk.layers),
         final_logit_softcap=walk.soft_cap,
         rms_norm_eps=walk.rms_norm_eps,
         hidden_activation=walk.hidden_activation,
@@ -58,11 +44,24 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
         if shapes.get(role.name, expected) != expected:
             raise RoleError(f"{role.name}: expected shape {list(expected)}, found {list(shapes[role.name])}.")
     config.require_uniform()
-    if SLIDING in types and window is None:
-        window = _window_elsewhere(config) if sliding_window is None else sliding_window
-        layers = (replace(la, sliding_window=window) if la.layer_type == SLIDING else la for la in config.layers)
-        return replace(config, layers=tuple(layers))
-    return config
+    if SLIDING not in config.layer_types or config.sliding_window is not None:
+        return config
+    window = _window_elsewhere(config) if sliding_window is None else sliding_window
+    layers = (replace(la, sliding_window=window) if la.layer_type == SLIDING else la for la in config.layers)
+    return replace(config, layers=tuple(layers))
+
+
+def _layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
+    windows = {layer.window for layer in layers if layer.window is not None}
+    if len(windows) > 1:
+        raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
+    window = next(iter(windows), None)
+    types = _layer_types(layers)
+    ropes = _ropes(layers, types)
+    return tuple(
+        LayerConfig(kind, layer.head_dim, layer.kv_heads, window if kind == SLIDING else None, ropes[kind])
+        for layer, kind in zip(layers, types, strict=True)
+    )
 
 
 def _window_elsewhere(config: DrafterConfig) -> int:
@@ -82,7 +81,7 @@ def _window_elsewhere(config: DrafterConfig) -> int:
     return int(geometry["sliding_window"])
 
 
-def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
+def _layer_types(layers: Sequence[Layer]) -> list[str]:
     """Sliding or full, by what each layer sees; where all see everything, by the caches they read.
 
     Raises:
@@ -90,18 +89,19 @@ def _layer_types(layers: tuple[Layer, ...]) -> tuple[str, ...]:
     """
     # Newer runtimes hand the local mask in instead of building it.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
-    last = {layers[-1].key, layers[-1].value}
-    if SLIDING not in types and all({la.key, la.value} == last or not {la.key, la.value} & last for la in layers):
+    caches = [{la.key, la.value} for la in layers]
+    if SLIDING not in types and all(names == caches[-1] or not names & caches[-1] for names in caches):
         # A window that is longer than the caches of the file hides nothing.
-        types = [FULL if la.key in last else SLIDING for la in layers]
-    pairs = sorted({(t, la.key, la.value) for la, t in zip(layers, types, strict=True)})
-    if len(pairs) > len(set(types)) or len({name for _, *names in pairs for name in names}) < 2 * len(pairs):
-        listed = ", ".join(f"{escape(key)} and {escape(value)} by {t} layers" for t, key, value in pairs)
+        types = [FULL if names == caches[-1] else SLIDING for names in caches]
+    pairs = sorted({(kind, la.key, la.value) for kind, la in zip(types, layers, strict=True)})
+    names = {name for _, key, value in pairs for name in (key, value)}
+    if len(pairs) > len(set(types)) or len(names) < 2 * len(pairs):
+        listed = ", ".join(f"{escape(key)} and {escape(value)} by {kind} layers" for kind, key, value in pairs)
         raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {listed}.")
-    return tuple(types)
+    return types
 
 
-def _ropes(layers: tuple[Layer, ...], types: tuple[str, ...]) -> dict[str, RopeConfig]:
+def _ropes(layers: Sequence[Layer], types: Sequence[str]) -> dict[str, RopeConfig]:
     ropes: dict[str, RopeConfig] = {}
     for index, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
         rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.frequency_rounding, layer.head_dim)

@@ -8,7 +8,7 @@ once, so "computes the same" is ``is``, and an expression can be taken apart fro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -203,17 +203,18 @@ class Expressions:
         if other.expr.size > term.expr.size:
             follower, leader, ids = self.aligned(other, term)
             return leader, follower, ids
-        leader = term.expr
-        follower = other.expr
-        flat = first.reshape(-1)
-        if not np.array_equal(np.sort(flat), np.arange(leader.size)):
-            # Not every element once: a vector of its own.
-            leader = self.part(leader, flat)
-            order = np.arange(flat.size)
-            ids = np.arange(flat.size)
-        else:
-            ids, order = flat, np.argsort(flat)
-        return leader, self.part(follower, right.reshape(-1)[order]), ids.reshape(first.shape)
+        # The one of more elements leads: its elements stay in their order, and the other's are taken in that order.
+        leader, order, ids = self._led(term.expr, first.reshape(-1))
+        return leader, self.part(other.expr, right.reshape(-1)[order]), ids.reshape(first.shape)
+
+    def _led(self, leader: Expr, ids: Ids) -> tuple[Expr, Ids, Ids]:
+        """The vector that ``ids`` are elements of, per element of it where it stands in ``ids``, and the other way
+        round; of one that does not have every element once, a vector of its own.
+        """
+        if np.array_equal(np.sort(ids), np.arange(leader.size)):
+            return leader, np.argsort(ids), ids
+        in_order = np.arange(ids.size)
+        return self.part(leader, ids), in_order, in_order
 
     def part(self, expr: Expr, ids: Ids) -> Expr:
         """Elements ``ids`` of ``expr``, as a vector of its own."""
@@ -221,12 +222,9 @@ class Expressions:
             return expr
         if expr.kind == "product":
             return self.product({self.part(e, ids): power for e, power in expr.powers.items()}, ids.size)
-        times, odd = divmod(ids.size, expr.size)
-        if times and not odd:
-            if (ids == np.arange(ids.size) // times).all():
-                return self.expr("each", expr, times, size=ids.size)
-            if (ids == np.arange(ids.size) % expr.size).all():
-                return self.expr("tiled", expr, times, size=ids.size)
+        kind = _repetition_of(expr.size, ids)
+        if kind is not None:
+            return self.expr(kind, expr, ids.size // expr.size, size=ids.size)
         if expr.kind == "part":
             return self.part(expr.parts[0], expr.chosen[ids])
         return self.expr("part", expr, np.ascontiguousarray(ids, np.int64).tobytes(), size=ids.size)
@@ -240,36 +238,62 @@ class Expressions:
         return expr, ids
 
 
+def _repetition_of(size: int, ids: Ids) -> str | None:
+    """How ``ids`` repeat all of ``size`` elements: "each", "tiled", or None where they do not."""
+    times, odd = divmod(ids.size, size)
+    if not times or odd:
+        return None
+    places = np.arange(ids.size)
+    if (ids == places // times).all():
+        return "each"
+    return "tiled" if (ids == places % size).all() else None
+
+
 def _algebra(expr: Expr, depth: int) -> str:
     """``expr`` as text; what lies more than ``depth`` steps inside is "…" with its size."""
-    kind, parts = expr.kind, expr.parts
-    if kind == "product" and not parts[0]:
+    if expr.kind == "product" and not expr.parts[0]:
         return "1"
-    if kind == "input":
-        return escape(parts[0])
-    if kind == "weight":
-        return f"w[{expr.size}]"
-    if kind == "mixed":
-        return f"heads of {escape(parts[1])}"
-    if kind == "unread":
-        return f"unread {parts[0].producer.op.label if parts[0].producer is not None else escape(parts[0].label)}"
-    if not depth:
-        return f"…[{expr.size}]"
-    if kind == "matrix":
-        rows, columns = parts[0].tensor.shape
-        return f"M[{rows},{columns}]·{_algebra(parts[1], depth - 1)}"
-    if kind == "sum":
-        return f"({' + '.join(times(factor, _algebra(term, depth - 1)) for term, factor in expr.terms.items())})"
-    if kind == "product":
-        return _product(expr.powers, depth)
-    if kind == "function":
-        return f"{parts[0].lower()}({times(parts[1], _algebra(parts[2], depth - 1))})"
-    name = {"groups": f"sum{parts[1]}", "each": f"each{parts[1]}", "tiled": f"tiled{parts[1]}"}.get(kind, kind)
-    return f"{name}({_algebra(parts[0], depth - 1)})"
+    if expr.kind in _SHORT:
+        return _SHORT[expr.kind](expr)
+    return _LONG.get(expr.kind, _repetition)(expr, depth) if depth else f"…[{expr.size}]"
 
 
-def _product(powers: Mapping[Expr, float], depth: int) -> str:
+def _unread(expr: Expr) -> str:
+    value = expr.parts[0]
+    return f"unread {escape(value.label) if value.producer is None else value.producer.op.label}"
+
+
+_SHORT: dict[str, Callable[[Expr], str]] = {
+    "input": lambda expr: escape(expr.parts[0]),
+    "weight": lambda expr: f"w[{expr.size}]",
+    "mixed": lambda expr: f"heads of {escape(expr.parts[1])}",
+    "unread": _unread,
+}
+
+
+def _matrix(expr: Expr, depth: int) -> str:
+    rows, columns = expr.parts[0].tensor.shape
+    return f"M[{rows},{columns}]·{_algebra(expr.parts[1], depth - 1)}"
+
+
+def _sum(expr: Expr, depth: int) -> str:
+    return f"({' + '.join(times(factor, _algebra(term, depth - 1)) for term, factor in expr.terms.items())})"
+
+
+def _function(expr: Expr, depth: int) -> str:
+    name, factor, inner = expr.parts
+    return f"{name.lower()}({times(factor, _algebra(inner, depth - 1))})"
+
+
+def _repetition(expr: Expr, depth: int) -> str:
+    name = {"groups": "sum", "each": "each", "tiled": "tiled"}.get(expr.kind)
+    call = expr.kind if name is None else f"{name}{expr.parts[1]}"
+    return f"{call}({_algebra(expr.parts[0], depth - 1)})"
+
+
+def _product(expr: Expr, depth: int) -> str:
     """A product; over the root of a sum of squares it is a norm."""
+    powers = expr.powers
     roots = [e for e, power in powers.items() if power == -0.5 and _is_sum_of_squares(e)]
     weights = [e for e, power in powers.items() if power == 1 and _vector(e).kind == "weight"]
     normed = [e for e in powers if e not in (*roots, *weights)]
@@ -278,6 +302,14 @@ def _product(powers: Mapping[Expr, float], depth: int) -> str:
     if is_norm:
         return "·".join([f"norm({'·'.join(factors[e] for e in normed)})", *(factors[e] for e in weights)])
     return "·".join(factors.values())
+
+
+_LONG: dict[str, Callable[[Expr, int], str]] = {
+    "matrix": _matrix,
+    "sum": _sum,
+    "product": _product,
+    "function": _function,
+}
 
 
 def _raised(text: str, power: float) -> str:

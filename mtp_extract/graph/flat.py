@@ -391,12 +391,11 @@ def flatten(
     builder = _Builder(model, most_nodes, passed)
     values = builder.build(signature.subgraph, arguments)
     builder.check_composites()
-    for value in arguments.values():
-        if value.input_name is None and value.consumers:
-            raise RoleError(
-                f"{value.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: "
-                "no runtime fills it."
-            )
+    if unnamed := next((value for value in arguments.values() if value.input_name is None and value.consumers), None):
+        raise RoleError(
+            f"{unnamed.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: no "
+            "runtime fills it."
+        )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
     return FlatGraph(

@@ -31,6 +31,10 @@ _HALF = 2.0**-11
 _HALF_SUBNORMAL = 2.0**-25
 
 
+_HALVES = ((0, 0, 1), (0, 1, 1), (1, 0, -1), (1, 1, 1))
+"""Cosines below and above half, sines below and above half: part, side, and the sign that RoPE has there."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Sum:
     """Σ over terms of number · column of a table, ``[dimensions, terms]``; where ``by`` is 0 the number alone."""
@@ -105,18 +109,13 @@ class Rotation:
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
         columns = self._columns(values)
-        sums = [
-            self._sum(columns, part=0, upper=False, sign=1),
-            self._sum(columns, part=0, upper=True, sign=1),
-            self._sum(columns, part=1, upper=False, sign=-1),
-            self._sum(columns, part=1, upper=True, sign=1),
-        ]
+        sums = [self._sum(columns, *half) for half in _HALVES]
         # Most often both halves are turned by the same numbers.
         keys = [each.key for each in sums]
         first = [keys.index(key) for key in keys]
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values):
-            table = tables[0] if len(tables) == 1 else np.concatenate(tables, 1)
+            table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
             coefficients = {i: sums[i].over(table) for i in set(first)}
             yield some, [coefficients[i] for i in first]
 
@@ -130,9 +129,9 @@ class Rotation:
             begin += elements.size
         return columns
 
-    def _sum(self, columns: Ids, *, part: int, upper: bool, sign: int) -> _Sum:
-        """What the dimensions above or below half are multiplied by, or the other of their pair (``part`` 1)."""
-        half = slice(self.half, None) if upper else slice(self.half)
+    def _sum(self, columns: Ids, part: int, side: int, sign: int) -> _Sum:
+        """What the dimensions below or above half are multiplied by, or the other of their pair (``part`` 1)."""
+        half = slice(side * self.half, (side + 1) * self.half)
         by = self.by[part, half]
         return _Sum(self.number[part, half] * sign, columns[by], by)
 
@@ -179,10 +178,7 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     width = rotated.number.shape[1]
     used = rotated.number != 0
     head = np.where(used, rotated.element // width, 0).max((1, 2))
-    if not np.array_equal(np.sort(head), np.arange(heads)):
-        raise RoleError(f"{name}.attention: its scores are not one row a query head.")
-    if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
-        raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
+    _check_heads(name, scores, head, heads, kv_heads)
 
     # Per dimension, the terms of its own element of the query and those of the other of its pair: [rows, 2, …].
     element = rotated.element - head[:, None, None] * width
@@ -201,6 +197,14 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
         raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
     terms = (number[0] != 0).any((0, 1))
     return Rotation(amplitude, (number[0][..., terms] / amplitude).astype(np.float32), by[0][..., terms], positions)
+
+
+def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: int) -> None:
+    """Check the query head of every row, and the head of K that meets it."""
+    if not np.array_equal(np.sort(head), np.arange(heads)):
+        raise RoleError(f"{name}.attention: its scores are not one row a query head.")
+    if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
+        raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
 
 
 # The config's RoPE behind a table of frequencies.
@@ -235,16 +239,14 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
         UnsupportedError: no theta and share make this table.
     """
     rotated_count = int(np.count_nonzero(table))
-    is_falling = rotated_count >= 2 and not np.any(table[rotated_count:])
-    is_share = ((table >= 0) & (table <= 1 + allowed)).all()
-    if not is_falling or not is_share or abs(table[0] - 1.0) > _EXACT + allowed[0]:
+    is_filled = rotated_count >= 2 and not np.any(table[rotated_count:])
+    begins_with_1 = abs(table[0] - 1.0) <= _EXACT + allowed[0]
+    if not (is_filled and begins_with_1 and ((table >= 0) & (table <= 1 + allowed)).all()):
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
     exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
-    # The roundest number first: a coarse grid leaves room for several.
-    for digits in range(_MOST_THETA_DIGITS + 1):
-        theta = float(f"{10**exponent:.{digits - 1}e}") if digits else 10.0 ** round(exponent)
+    for theta in _rounded_thetas(exponent):
         # What follows may be not rotated, or rotated by so little that the grid has no step for it.
         for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
@@ -260,3 +262,10 @@ def _theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
     # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
     best = int(index[np.argmin(allowed[1:] / table[1:] / index)])
     return -math.log10(table[best]) * head_dim / (2 * best)
+
+
+def _rounded_thetas(exponent: float) -> Iterator[float]:
+    """10 to the ``exponent``, the roundest number first: a coarse grid leaves room for several."""
+    yield 10.0 ** round(exponent)
+    for digits in range(_MOST_THETA_DIGITS):
+        yield float(f"{10**exponent:.{digits}e}")
