@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mtp_extract.graph.caches import cache_matrix, move_view, scale_cache, slice_view
+from mtp_extract.graph.caches import CacheMatrix, cache_matrix, move_view, scale_cache, slice_view
 from mtp_extract.graph.call import CONVERSIONS, SELECTIONS, Call, activation_scale, keeps_numbers
 from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
@@ -27,6 +27,7 @@ from mtp_extract.graph.mask_trees import SlotWindow
 from mtp_extract.graph.queries import compute_query, move_queries, query_terms
 from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.scores import compute_scores, multiply_keys, place_window
+from mtp_extract.graph.views import Along
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 
@@ -107,32 +108,41 @@ def _mix(reading: ReadGraph, weights: ScoreView, cache: Cache, *, flips_weights:
     """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``: a value outside of attentions."""
     if weights.stage != "weights":
         raise UnreadableError(f"multiplies {weights.stage} scores and a cache")
-    view = weights.view
-    scores = weights.scores
-    rank = len(view.axes)
+    rank = len(weights.view.axes)
     slot_axis, row_axis = (rank - 2, rank - 1) if flips_weights else (rank - 1, rank - 2)
-    label, slots, start = view.along(slot_axis)
     values = cache_matrix(reading, cache, *((-1, -2) if flips_values else (-2, -1)))
-    if label != "slot" or not np.array_equal(slots, values.slots) or start != values.window:
-        raise UnreadableError("weighs other slots of V than it scored")
-    # Of a window all that it holds; without one, all slots of the cache.
-    count = reading.positions.slots if start is None else slots.size
-    if not np.array_equal(slots, np.arange(count)):
-        raise UnreadableError("weighs some slots alone")
-    window = None if start is None else SlotWindow(start, slots.size)
-
-    rows = view.places([*range(rank - 2), row_axis], "row")
-    batch = np.broadcast_shapes(values.heads.shape, rows.shape[:-1])
-    rows = np.broadcast_to(rows, (*batch, rows.shape[-1]))
-    if not np.array_equal(scores.head[rows], np.broadcast_to(values.heads[..., None], rows.shape)):
-        raise UnreadableError("weighs another head of V than it scored of K")
+    window = _weighed_slots(reading, weights.view.along(slot_axis), values)
+    rows = _weighed_rows(weights, row_axis, values)
 
     # As a vector of ``[heads, width]``. Heads that weigh other slots mix something else, so no two are one expression.
+    scores = weights.scores
     attention = Attention(scores, cache.name, values.axes, window)
     width = _width(reading, attention)
     head = _query_heads(scores, width)
     expr = _mixed(reading, attention, scores.rotated.query.size)
     return Term(cache.factor, expr, head[rows[..., None]] * width + values.dimensions)
+
+
+def _weighed_slots(reading: ReadGraph, weights: Along, values: CacheMatrix) -> SlotWindow | None:
+    """The window of slots whose weights meet V: all that it holds; None for all slots of the cache."""
+    label, slots, start = weights
+    if label != "slot" or not np.array_equal(slots, values.slots) or start != values.window:
+        raise UnreadableError("weighs other slots of V than it scored")
+    count = reading.positions.slots if start is None else slots.size
+    if not np.array_equal(slots, np.arange(count)):
+        raise UnreadableError("weighs some slots alone")
+    return None if start is None else SlotWindow(start, slots.size)
+
+
+def _weighed_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids:
+    """The rows of scores that meet V, ``[*batch, rows]``, each of which scored the same head of K."""
+    batch = range(len(weights.view.axes) - 2)
+    rows = weights.view.places([*batch, row_axis], "row")
+    shape = (*np.broadcast_shapes(values.heads.shape, rows.shape[:-1]), rows.shape[-1])
+    rows = np.broadcast_to(rows, shape)
+    if not np.array_equal(weights.scores.head[rows], np.broadcast_to(values.heads[..., None], shape)):
+        raise UnreadableError("weighs another head of V than it scored of K")
+    return rows
 
 
 def _width(reading: ReadGraph, attention: Attention) -> int:
@@ -167,13 +177,14 @@ def _mixed(reading: ReadGraph, attention: Attention, size: int) -> Expr:
 
 def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
     """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.slots` decides which it chooses."""
-    mixed = {i: each for i, each in enumerate(operands) if isinstance(each, Term) and each.expr in reading.attentions}
-    if not isinstance(operands[0], Value) or len(mixed) != 1:
+    condition, *branches = operands
+    mixed = [each for each in branches if isinstance(each, Term) and each.expr in reading.attentions]
+    if not isinstance(condition, Value) or len(mixed) != 1:
         raise UnreadableError("chooses between activations that are not what heads mixed")
-    ((place, term),) = mixed.items()
-    condition = operands[0]
+    (term,) = mixed
+    keeps = branches[0] is term
     attention = reading.attentions[term.expr]
-    if reading.expressions.number_of(operands[3 - place]) != 0:
+    if reading.expressions.number_of(branches[keeps]) != 0:
         raise UnreadableError("replaces what heads mixed by something else than 0")
     if attention.guard is not None:
         raise UnreadableError("chooses again between what heads mixed and 0")
@@ -181,5 +192,5 @@ def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
         raise UnreadableError("repeats what heads mixed")
     if node.kind == "SELECT" and len(condition.tensor.shape) != term.ids.ndim:
         raise UnreadableError("chooses whole rows")
-    guard = output_guard(reading.graph, reading.positions.slots, condition, keeps=place == 1)
+    guard = output_guard(reading.graph, reading.positions.slots, condition, keeps=keeps)
     return replace(term, expr=_mixed(reading, replace(attention, guard=guard), term.expr.size))

@@ -14,6 +14,7 @@ from mtp_extract.graph.expressions import Ids, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
 from mtp_extract.graph.forms import Cache, CacheAxes, Operand, ScoreView, broadcast_shape, operand_shape
 from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.views import Label
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 _Viewed = TypeVar("_Viewed", bound=Cache | ScoreView)
@@ -64,9 +65,12 @@ def slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
         raise UnreadableError("chooses elements by what is computed")
     begins = reading.positions.table(node.operand(1))
     sizes = reading.graph.integers(node.operand(2)).tolist()
+    if len(sizes) != begins.shape[1] or len(sizes) != len(form.view.axes):
+        raise ValueError("begins and sizes of other axes than the operand's")
     view = form.view
-    for axis, (begin, size, length) in enumerate(zip(begins.T, sizes, view.shape, strict=True)):
-        if not ((begin >= 0) & (begin + size <= length)).all():
+    for axis, size in enumerate(sizes):
+        begin = begins[:, axis]
+        if not ((begin >= 0) & (begin + size <= view.shape[axis])).all():
             raise UnreadableError("takes elements that its operand lacks")
         if (begin == begin[0]).all():
             view = view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
@@ -92,19 +96,20 @@ def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axi
     """``cache`` as a matrix a KV head, whose last two axes run along slots and dimensions."""
     dimensions = cache.view.along(dimension_axis)
     slots = cache.view.along(slot_axis)
-    slot = slots.label
-    dimension = dimensions.label
-    shape = reading.graph.inputs[cache.name].tensor.shape
     batch = range(len(cache.view.axes) - 2)
-    heads = cache.view.running(batch)
+    axes = _axes_of(cache, slots.label, dimensions.label, cache.view.running(batch))
+    others = (size for axis, size in enumerate(reading.graph.inputs[cache.name].tensor.shape) if axis not in axes)
+    all_slots = reading.graph.inputs[cache.name].tensor.shape[axes[1]] == reading.positions.slots
+    if not all_slots or max(others, default=1) > 1 or not set(cache.view.starts) <= {slots.label}:
+        raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
+    heads = np.zeros(cache.view.shape[:-2], np.int64) if axes[0] is None else cache.view.places(batch, axes[0])
+    return CacheMatrix(axes, heads, slots.places, dimensions.places, slots.window)
+
+
+def _axes_of(cache: Cache, slot: Label | None, dimension: Label | None, heads: set[Label]) -> CacheAxes:
+    """The axes of a cache by what runs along those of its matrices, and along those in front of them."""
     if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
         raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
     if heads & {slot, dimension} or len(heads) > 1:
         raise UnreadableError(f"takes {cache.name} otherwise than by KV heads, slots and dimensions")
-    head = next((int(label) for label in heads), None)
-    other_sizes = [size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)]
-    starts = set(cache.view.starts)
-    if shape[slot] != reading.positions.slots or max(other_sizes, default=1) > 1 or not starts <= {slot}:
-        raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
-    places = np.zeros(cache.view.shape[:-2], np.int64) if head is None else cache.view.places(batch, head)
-    return CacheMatrix((head, slot, dimension), places, slots.places, dimensions.places, slots.window)
+    return next((int(label) for label in heads), None), slot, dimension

@@ -39,26 +39,22 @@ def move_queries(reading: ReadGraph, node: Node, operands: Iterable[Operand]) ->
 
 def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> QueryTerms:
     """Sums of elements of one query; products with numbers, and once with what the position decides."""
-    kind = node.kind
     shape = broadcast_shape(operands)
     is_constant = reading.expressions.is_constant
     places = [i for i, each in enumerate(operands) if not isinstance(each, Value) and not is_constant(each)]
-    queries = [query_terms(reading, operands[i]) for i in places]
-    if kind == "NEG" and len(queries) == 1:
+    queries = [query_terms(reading, operands[place]) for place in places]
+    if node.kind == "NEG" and len(queries) == 1:
         return queries[0].times(-1.0)
-    if kind in ("ADD", "SUB") and len(queries) == 2:
-        return _add(queries[0], queries[1], sign=-1.0 if kind == "SUB" else 1.0)
-    is_product = kind == "MUL" or (kind == "DIV" and places == [0])
+    if node.kind in ("ADD", "SUB") and len(queries) == 2:
+        return _add(queries[0], queries[1], sign=-1.0 if node.kind == "SUB" else 1.0)
+    is_product = node.kind == "MUL" or (node.kind == "DIV" and places == [0])
     if len(queries) != 1 or len(operands) != 2 or not is_product:
         raise UnreadableError("computes something of a query")
     repeated = QueryTerms(queries[0].query, np.broadcast_to(queries[0].terms, shape))
-    at = 1 - places[0]
-    other = operands[at]
-    if isinstance(other, Term):
-        return _scale(reading, kind, repeated, other)
-    if kind == "DIV":
-        raise _another_table()
-    return _rotate(reading, repeated, node.operand(at))
+    other = operands[1 - places[0]]
+    if isinstance(other, Value):
+        return _rotate(reading, node.kind, repeated, other)
+    return _scale(reading, node.kind, repeated, other)
 
 
 def _add(first: QueryTerms, other: QueryTerms, sign: float) -> QueryTerms:
@@ -67,8 +63,9 @@ def _add(first: QueryTerms, other: QueryTerms, sign: float) -> QueryTerms:
     return first.plus(other.times(sign) if sign != 1 else other)
 
 
-def _scale(reading: ReadGraph, kind: str, query: QueryTerms, constant: Term) -> QueryTerms:
+def _scale(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
     """``query`` times, or by, the numbers of a constant."""
+    assert isinstance(constant, Term)
     numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, constant), query.terms.shape)[..., None]
     scaled = query.times(numbers if kind == "MUL" else 1 / numbers)
     if not np.isfinite(scaled.number).all():
@@ -76,16 +73,12 @@ def _scale(reading: ReadGraph, kind: str, query: QueryTerms, constant: Term) -> 
     return scaled
 
 
-def _rotate(reading: ReadGraph, query: QueryTerms, table: Value) -> QueryTerms:
+def _rotate(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
     """``query``, each element times that of ``table`` beside it."""
     if holds_codes(table.tensor):
         raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
     is_table = table.depends == Depends.POSITION and table.tensor.type in FLOAT_TYPES
-    if not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
-        raise _another_table()
+    if kind == "DIV" or not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
+        raise UnreadableError("brings a query together with something else than one table of the position")
     by: Ids = np.broadcast_to(reading.positions.elements(table), query.terms.shape)[..., None]
     return QueryTerms.of(query.query, query.number, query.element, np.broadcast_to(by, query.by.shape))
-
-
-def _another_table() -> UnreadableError:
-    return UnreadableError("brings a query together with something else than one table of the position")

@@ -128,15 +128,17 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
         return read_inside(reading, node, operands)
     if node.op.activation:
         raise UnreadableError("cuts off an activation by its fused function")
-    terms = list[Term]()
-    for place in places[: len(operands)]:
-        operand = operands[place]
-        if not isinstance(operand, Term):
-            raise UnreadableError(f"brings an activation together with {node.operand(place).label}")
-        terms.append(operand)
+    terms = [_term(operands[place]) for place in places[: len(operands)]]
     if node.kind in LAYOUT:
         return _move(reading, node, operands, terms)
     return (_compute(reading, node, *(terms * 2)[:2]),)
+
+
+def _term(operand: Operand) -> Term:
+    if isinstance(operand, Value):
+        raise UnreadableError(f"brings an activation together with {operand.label}")
+    assert isinstance(operand, Term)
+    return operand
 
 
 # Values whose elements are not looked at one by one, as time and memory have it.

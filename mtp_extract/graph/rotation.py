@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError
 from mtp_extract.graph.expressions import Doubles, Ids
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.forms import ScoreRows
+from mtp_extract.graph.forms import QueryTerms, ScoreRows
 from mtp_extract.graph.positions import Positions
 from mtp_extract.litertlm.storage import Floats
 
@@ -43,7 +44,7 @@ class _Sum:
     columns: Ids
     by: Ids
 
-    @property
+    @cached_property
     def key(self) -> tuple[bytes, ...]:
         """Equal for equal sums."""
         return self.number.tobytes(), self.columns.tobytes(), self.by.tobytes()
@@ -111,13 +112,12 @@ class Rotation:
         columns = self._columns(values)
         sums = [self._sum(columns, *half) for half in _HALVES]
         # Most often both halves are turned by the same numbers.
-        keys = [each.key for each in sums]
-        first = [keys.index(key) for key in keys]
+        distinct = {each.key: each for each in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
-            coefficients = {i: sums[i].over(table) for i in set(first)}
-            yield some, [coefficients[i] for i in first]
+            coefficients = {key: each.over(table) for key, each in distinct.items()}
+            yield some, [coefficients[each.key] for each in sums]
 
     def _columns(self, values: Sequence[Value]) -> Ids:
         """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
@@ -175,12 +175,24 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
         RoleError: rows are made of other elements of the query than of one head's, pair by pair, or not alike.
     """
     rotated = scores.rotated
-    width = rotated.number.shape[1]
-    used = rotated.number != 0
-    head = np.where(used, rotated.element // width, 0).max((1, 2))
+    head = np.where(rotated.number != 0, rotated.element // rotated.number.shape[1], 0).max((1, 2))
     _check_heads(name, scores, head, heads, kv_heads)
 
-    # Per dimension, the terms of its own element of the query and those of the other of its pair: [rows, 2, …].
+    number, by = _terms_by_pair(name, rotated, head)
+    first = number[0, 0]
+    amplitude = float(first[np.abs(first).argmax()])
+    if not amplitude:
+        raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
+    terms = (number != 0).any((0, 1))
+    return Rotation(amplitude, (number[..., terms] / amplitude).astype(np.float32), by[..., terms], positions)
+
+
+def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, Ids]:
+    """Numbers of terms and elements of tables, ``[2, dimensions, terms]``, the same for all rows: of the element of the
+    query that a dimension has in its head, and of the other of its pair.
+    """
+    width = rotated.number.shape[1]
+    used = rotated.number != 0
     element = rotated.element - head[:, None, None] * width
     dimensions = np.arange(width)[:, None]
     pair = np.stack([element == dimensions, element == (dimensions + width // 2) % width], 1)
@@ -191,12 +203,7 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     if (number != number[:1]).any() or (by != by[:1]).any():
         raise RoleError(f"{name}.attention: its heads are rotated differently.")
 
-    first = number[0, 0, 0]
-    amplitude = float(first[np.abs(first).argmax()])
-    if not amplitude:
-        raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
-    terms = (number[0] != 0).any((0, 1))
-    return Rotation(amplitude, (number[0][..., terms] / amplitude).astype(np.float32), by[0][..., terms], positions)
+    return number[0], by[0]
 
 
 def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: int) -> None:

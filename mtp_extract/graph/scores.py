@@ -11,7 +11,7 @@ import numpy as np
 from mtp_extract.graph.caches import cache_matrix
 from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, ints
 from mtp_extract.graph.evaluate import evaluate
-from mtp_extract.graph.expressions import UnreadableError
+from mtp_extract.graph.expressions import Ids, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
 from mtp_extract.graph.forms import Cache, Operand, QueryTerms, ScoreRows, ScoreView, broadcast_shape
 from mtp_extract.graph.mask_trees import (
@@ -58,26 +58,31 @@ def multiply_keys(
     if flips_query:
         raise UnreadableError("multiplies a query that it transposes")
     keys = cache_matrix(reading, cache, *((-2, -1) if flips_keys else (-1, -2)))
-    width = keys.dimensions.size
-    if np.unique(keys.dimensions).size != width or query.terms.shape[-1] != width:
-        raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
-
-    # A row is a query head. Each has all dimensions of the cache, where the query may be of some alone: others are 0.
+    # A row is a query head.
     shape = (*np.broadcast_shapes(keys.heads.shape, query.terms.shape[:-2]), query.terms.shape[-2])
-    rows = math.prod(shape)
-    width_of_cache = reading.graph.inputs[cache.name].tensor.shape[keys.axes[2]]
-    if rows * width_of_cache * query.number.shape[-1] > _MOST_NUMBERS:
-        raise UnreadableError("has more heads and dimensions than any drafter")
-    terms = np.zeros((rows, width_of_cache), query.terms.dtype)
-    terms[:, keys.dimensions] = np.broadcast_to(query.terms, (*shape, width)).reshape(rows, -1)
-    rotated = QueryTerms(query.query, terms).times(cache.factor)
+    width = reading.graph.inputs[cache.name].tensor.shape[keys.axes[2]]
+    rotated = _rows_of_query(query, keys.dimensions, shape, width).times(cache.factor)
     head = np.broadcast_to(keys.heads[..., None], shape).reshape(-1)
 
-    view = View.of_shape(["row", "slot"], [rows, keys.slots.size]).reshaped((*shape, keys.slots.size))
+    view = View.of_shape(["row", "slot"], [head.size, keys.slots.size]).reshaped((*shape, keys.slots.size))
     view = view.with_axis(len(shape), np.outer([0, 1], keys.slots))
     if keys.window is not None:
         view = replace(view, starts={"slot": keys.window})
     return ScoreView("score", ScoreRows(cache.name, keys.axes, head, rotated, SCORE), view)
+
+
+def _rows_of_query(query: QueryTerms, dimensions: Ids, shape: tuple[int, ...], width: int) -> QueryTerms:
+    """``query`` repeated to the rows ``shape``, as ``[rows, width]``: its dimensions are ``dimensions`` of K, and those
+    that it has not are 0.
+    """
+    if np.unique(dimensions).size != dimensions.size or query.terms.shape[-1] != dimensions.size:
+        raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
+    rows = math.prod(shape)
+    if rows * width * query.number.shape[-1] > _MOST_NUMBERS:
+        raise UnreadableError("has more heads and dimensions than any drafter")
+    terms = np.zeros((rows, width), query.terms.dtype)
+    terms[:, dimensions] = np.broadcast_to(query.terms, (*shape, dimensions.size)).reshape(rows, -1)
+    return QueryTerms(query.query, terms)
 
 
 def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> ScoreView:
@@ -87,9 +92,7 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
         raise UnreadableError("brings a score together with a query or a cache")
     if node.kind == "SOFTMAX":
         return _softmax(reading, node, rows[0])
-    number_of = reading.expressions.number_of
-    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
-    stage = _STAGES.get((node.kind, *stages))
+    stage = _next_stage(reading, node, operands)
     if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
         return _mask(reading, node, operands, rows)
     if stage is None:
@@ -102,6 +105,13 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
     if any(row is not widest and not _same_rows(widest, row) for row in rows):
         raise UnreadableError("brings scores and a number of other rows together")
     return replace(widest, stage=stage)
+
+
+def _next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
+    """The stage of what a softmax that is spelled out computes; None where it is no part of one."""
+    number_of = reading.expressions.number_of
+    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
+    return _STAGES.get((node.kind, *stages))
 
 
 def _same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
@@ -145,12 +155,7 @@ def _reduce(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> Sc
 
 def _mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Sequence[ScoreView]) -> ScoreView:
     """A score that meets masks, positions and numbers."""
-    shape = broadcast_shape(operands)
-    # With axes of one element in front, where the other operand has more.
-    views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
-    view = views[0]
-    if any(not each.same(view) for each in views) or view.shape != shape:
-        raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+    view = _common_view(rows, broadcast_shape(operands))
     first = rows[0].scores
     if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
         raise UnreadableError("brings different scores together")
@@ -160,6 +165,14 @@ def _mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Seq
     if isinstance(first.tree, Score) and factor:
         return ScoreView("score", replace(first, rotated=first.rotated.times(factor)), view)
     return rows[0].with_tree(_tree(node, parts), view)
+
+
+def _common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
+    """The one view that ``rows`` have, with axes of one element in front, where another operand has more."""
+    views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
+    if any(not each.same(views[0]) for each in views) or views[0].shape != shape:
+        raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+    return views[0]
 
 
 def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View, slot_axis: int) -> MaskTree:
@@ -218,23 +231,20 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
     if around.tensor.type not in FLOAT_TYPES:
         raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
     numbers = np.unique(_numbers_around(reading.graph, around))
-    shape = around.tensor.shape
-    view = scored.view
     slot_axis = scored.slot_axis
-    label, places, start = view.along(slot_axis)
-
+    label, places, start = scored.view.along(slot_axis)
+    shape = tuple(around.tensor.shape)
     # LiteRT moves a window that would reach beyond the end.
-    begins = np.clip(reading.positions.table(node.operand(2)), 0, np.array(shape) - np.array(view.shape))
-    belongs = start == reading.positions.window(begins[:, slot_axis])
-    is_run = np.array_equal(places, np.arange(places.size))
-    fits = all(view.shape[axis] == size for axis, size in enumerate(shape) if axis != slot_axis)
-    covers = shape[slot_axis] == reading.positions.slots
-    if numbers.size != 1 or start is None or not (belongs and is_run and fits and covers):
-        raise UnreadableError("puts scores where they do not belong")
+    begins = np.clip(reading.positions.table(node.operand(2)), 0, np.array(shape) - np.array(scored.view.shape))
+    table = reading.positions.window(begins[:, slot_axis])
 
-    tree = InWindow(scored.scores.tree, SlotWindow(start, places.size), Number(float(numbers[0])))
-    by_slot = np.outer([each == label for each in view.labels], np.arange(shape[slot_axis]))
-    return scored.with_tree(tree, replace(view.with_axis(slot_axis, by_slot), starts={}))
+    full_shape = (*scored.view.shape[:slot_axis], reading.positions.slots, *scored.view.shape[slot_axis + 1 :])
+    is_run = np.array_equal(places, np.arange(places.size))
+    if numbers.size != 1 or start != table or not is_run or shape != full_shape:
+        raise UnreadableError("puts scores where they do not belong")
+    tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), Number(float(numbers[0])))
+    by_slot = np.outer([each == label for each in scored.view.labels], np.arange(reading.positions.slots))
+    return scored.with_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
 
 
 def _numbers_around(graph: FlatGraph, around: Value) -> Floats:

@@ -119,16 +119,19 @@ class Shifts:
             lines.append(line)
         if all(line.shifts for line in lines):
             return UNIFORM if all(line == UNIFORM for line in lines) else SHIFTED
-        if SHIFTED in lines:
-            return None
-        if node.kind in _COMPARISONS:
-            return SHIFTED if lines[0].plus(lines[-1], -1).shifts else None
-        # Sums of floats are rounded; integers that wrap are refused.
-        if node.outputs[0].tensor.type not in _INTEGERS:
-            return None
-        if node.kind == "CAST":
-            return lines[0]
-        return lines[0].plus(lines[-1], 1 if node.kind == "ADD" else -1) if node.kind in ("ADD", "SUB") else None
+        return None if SHIFTED in lines else _line_of_lines(node, lines[0], lines[-1])
+
+
+def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:
+    """What ``node`` makes of two lines, or of one, which is both; of some that are no shift."""
+    if node.kind in _COMPARISONS:
+        return SHIFTED if first.plus(other, -1).shifts else None
+    # Sums of floats are rounded; integers that wrap are refused.
+    if node.outputs[0].tensor.type not in _INTEGERS:
+        return None
+    if node.kind in ("ADD", "SUB"):
+        return first.plus(other, 1 if node.kind == "ADD" else -1)
+    return first if node.kind == "CAST" else None
 
 
 def _slope(steps: npt.NDArray[np.generic]) -> int | None:
