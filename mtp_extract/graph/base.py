@@ -31,7 +31,7 @@ import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.errors import RoleError, UnsupportedError, escape, few
-from mtp_extract.graph.blocks import Blocks
+from mtp_extract.graph.blocks import Blocks, Norm
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
@@ -105,7 +105,10 @@ class _Base(Blocks):
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (BASE_LOGITS, BASE_ACTIVATIONS) if name in graph.outputs]
         super().__init__(read_graph(graph, (*outputs, *_caches(graph)), strict=False).require_all())
+        # By K cache, the first layer that reads it: layers are taken from the last to the first.
         self.first_readers: dict[str, int] = {}
+        # By layer, the embedding of its own that it reads.
+        self.slices: dict[int, Expr] = {}
         self.normed: dict[Expr, int] = {}
         self.per_layer_factor = 1.0
         self.writers = _writers(graph)
@@ -120,69 +123,76 @@ class _Base(Blocks):
         stream, factor = self.norm("final_norm", head)
         if BASE_ACTIVATIONS in graph.outputs and self.output(BASE_ACTIVATIONS)[0] is not head:
             raise RoleError(f"The output {BASE_ACTIVATIONS!r} is not what lm_head reads.")
-        sources: list[Expr] = []
         count = self.count_layers(stream, sums=3 if PER_LAYER in graph.inputs else 2)
         for index in reversed(range(count)):
-            stream, factor = self._layer(index, stream, factor, sources)
+            stream, factor = self._layer(index, stream, factor)
         self.require_input("layers.0", stream, EMBEDDINGS)
-        if sources:
-            self._per_layer_inputs(sources[::-1])
+        if self.slices:
+            self._per_layer_inputs()
         for key, first in self.first_readers.items():
             self._owner(key, first)
         roles = in_order([_undecided(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
-        aside, eps = set_aside(graph, roles), self.one_epsilon()
-        return BaseWalk(roles, aside, count, width, soft_cap, eps, self.per_layer_factor)
+        return BaseWalk(
+            roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon(), self.per_layer_factor
+        )
 
-    def _layer(self, index: int, out: Expr, factor: float, sources: list[Expr]) -> tuple[Expr, float]:
+    def _layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
         """Take the roles of the layer whose result is ``factor × out``; the stream below it, and its factor."""
         name = f"layers.{index}"
         self.layer_scalar(name, out, factor)
         if PER_LAYER in self.graph.inputs:
-            out = self._per_layer(name, out, sources)
+            out = self._per_layer(index, out)
         fed, stream, below = self.attention(name, out, self._query)
         self.normed[fed] = index
         return stream, below
 
     # The embedding that each layer has of its own.
 
-    def _per_layer(self, name: str, out: Expr, sources: list[Expr]) -> Expr:
+    def _per_layer(self, index: int, out: Expr) -> Expr:
         """The branch that adds the layer's own embedding of the token; returns the stream before it."""
+        name = f"layers.{index}"
         branch, middle, factor = self.residual(name, out)
         product, norm_factor = self.norm(f"{name}.post_per_layer_norm", branch)
         if product.kind != "matrix" or factor != 1:
             raise RoleError(
                 f"{name}.per_layer_projection: expected a product with a matrix, found {self.shown(product)}."
             )
-        gate, scale, up, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
-        root = up.parts[0] if up.kind == "part" else up
-        common = next((factor / self.scale_of(e) for e, factor in root.terms.items() if e.kind != "input"), 1.0)
-        after = abs(norm_factor * share * common)
-        if not any(math.isclose(after, allowed, rel_tol=_RELATIVE) for allowed in (_HALF_ROOT, 1.0)):
+        gate, scale, own_embedding, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
+        self.slices[index] = own_embedding
+        after = abs(norm_factor * share * self._common_factor(own_embedding))
+        is_halved = math.isclose(after, _HALF_ROOT, rel_tol=_RELATIVE)
+        if not is_halved and not math.isclose(after, 1.0, rel_tol=_RELATIVE):
             raise RoleError(f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} after it, found {after:g}.")
         self.linear(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
-        if not math.isclose(after, _HALF_ROOT, rel_tol=_RELATIVE):
+        if not is_halved:
             self.roles[-1] = replace(self.roles[-1], other_factors=(_HALF_ROOT,))
         if self.linear(f"{name}.per_layer_gate", gate, scale) is not middle:
             raise RoleError(f"{name}.per_layer_gate: it does not read the residual stream.")
-        sources.append(up)
         return middle
 
-    def _per_layer_inputs(self, sources: list[Expr]) -> None:
+    def _common_factor(self, own_embedding: Expr) -> float:
+        """What the sum is multiplied by that a layer's own embedding is a part of."""
+        total = own_embedding.parts[0] if own_embedding.kind == "part" else own_embedding
+        factors = (factor / self.scale_of(e) for e, factor in total.terms.items() if e.kind != "input")
+        return next(factors, 1.0)
+
+    def _per_layer_inputs(self) -> None:
         """What the layers' slices are of: the projection of the embeddings plus the per-layer embeddings."""
-        roots = {up.parts[0] if up.kind == "part" else up for up in sources}
-        root = roots.pop()
-        if roots or root.kind != "sum" or len(root.terms) != 2:
+        totals = {part.parts[0] if part.kind == "part" else part for part in self.slices.values()}
+        total = totals.pop()
+        if totals or total.kind != "sum" or len(total.terms) != 2:
             raise RoleError("The layers take their own embeddings from different values; expected one sum.")
-        for index, up in enumerate(sources):
-            at = int(up.chosen[0]) if up.kind == "part" else 0
-            if at != index * up.size or (up.kind == "part" and not np.array_equal(up.chosen, at + np.arange(up.size))):
+        for index, part in sorted(self.slices.items()):
+            chosen = part.chosen if part.kind == "part" else np.arange(part.size)
+            if not np.array_equal(chosen, np.arange(index * part.size, (index + 1) * part.size)):
                 raise RoleError(
-                    f"layers.{index}: expected the part of the per-layer embeddings at {index * up.size}, found {at}."
+                    f"layers.{index}: expected the part of the per-layer embeddings at {index * part.size}, found "
+                    f"{chosen[0]}."
                 )
-        normed = self._normed_beside_input(root)
-        projected, norm_factor = self.norm("per_layer_projection_norm", normed)
-        factor, role = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5, "per_layer_model_projection"
+        projected, norm_factor = self.norm("per_layer_projection_norm", self._normed_beside_input(total))
+        factor = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5
+        role = "per_layer_model_projection"
         read = self.linear(role, projected, norm_factor, meant=factor)
         stored = self.roles[-1].factor
         # The exporter may have multiplied the weight, or its scales, by the factor.
@@ -234,17 +244,21 @@ class _Base(Blocks):
 
     def _owner(self, cache: str, first: int) -> None:
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
-        k_norm, v_norm = self._normed(cache), self._normed(cache.replace(_KEYS, _VALUES))
-        key, value_norm = self.match(k_norm), self.match(v_norm)
-        fed = key.of.parts[1] if key is not None and key.of.kind == "matrix" else None
+        k_norm = self._normed(cache)
+        v_norm = self._normed(cache.replace(_KEYS, _VALUES))
+        key_norm = self.match(k_norm)
+        fed = key_norm.of.parts[1] if key_norm is not None and key_norm.of.kind == "matrix" else None
         if fed not in self.normed:
             raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
-        index = self.normed[fed]
-        name = f"layers.{index}"
-        if index != first:
+        name = f"layers.{self.normed[fed]}"
+        if self.normed[fed] != first:
             raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
         self.linear(f"{name}.k_proj", *self.norm(f"{name}.k_norm", k_norm))
-        if v_norm is k_norm or value_norm is None or not self._is_ones(value_norm.weight):
+        self._take_values(name, fed, None if v_norm is k_norm else self.match(v_norm))
+
+    def _take_values(self, name: str, fed: Expr, value_norm: Norm | None) -> None:
+        """V is normed without a weight, and computed of ``fed``, as K is."""
+        if value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
         self.eps.add(float(f"{value_norm.eps:.6g}"))
         if self.linear(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
@@ -284,33 +298,38 @@ def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
     Raises:
         UnsupportedError: the graph has weights of its own, or lacks some, or one that may as well be no weight.
     """
-    by_place: dict[tuple[int, tuple[int, ...]], list[FoundRole]] = defaultdict(list)
+    by_place: dict[_Place, list[FoundRole]] = defaultdict(list)
     for role in known.roles:
         if role.tensor is not None:
             by_place[_stored(graph, role.tensor)].append(role)
     numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
-    matched = list[FoundRole]()
-    strangers = list[Value]()
-    computed = set[str]()
-    for value in numbers:
-        playing = by_place.get(_stored(graph, value.tensor), [])
-        matched += [replace(role, tensor=value.tensor, result=None) for role in playing]
-        strangers += [] if playing else [value]
-        # A constant of several roles may be there for one of them alone.
-        computed |= {role.role for role in playing if len(playing) == 1}
+    roles_of_value = [(value, by_place.get(_stored(graph, value.tensor), [])) for value in numbers]
+    matched = [replace(role, tensor=value.tensor, result=None) for value, roles in roles_of_value for role in roles]
+    strangers = [value for value, roles in roles_of_value if not roles]
+    # A constant of several roles may be there for one of them alone.
+    computed = {roles[0].role for _, roles in roles_of_value if len(roles) == 1}
     present = {role.role for role in matched}
     missing = [role for role in _expected(known, computed) if role.role not in present]
     matched += _match_by_numbers(graph, known, missing, strangers)
+    _check_strangers(strangers, matched)
+    roles = in_order(matched)
+    return BaseWalk(roles, set_aside(graph, roles), 0, known.width, None, None)
+
+
+def _check_strangers(strangers: Sequence[Value], matched: Sequence[FoundRole]) -> None:
+    """Check that constants that share no bytes with a weight are none."""
     keys = {role.key for role in matched}
     for value in strangers:
         tensor = value.tensor
         if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
             raise UnsupportedError(f"{value.label} is a weight that no other signature has.")
-    roles = in_order(matched)
-    return BaseWalk(roles, set_aside(graph, roles), 0, known.width, None, None)
 
 
-def _stored(graph: FlatGraph, tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+_Place = tuple[int, tuple[int, ...]]
+"""Where a constant lies, and its shape."""
+
+
+def _stored(graph: FlatGraph, tensor: Tensor) -> _Place:
     return graph.model.locate(tensor).begin, tuple(tensor.shape)
 
 
@@ -384,6 +403,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
         raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
     roles = []
     for index, (node, factor) in enumerate(tables):
+        name = f"{role}.{index}" if len(tables) > 1 else role
         stored = root / (factor * later)
         exact = next((number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_RELATIVE)), None)
         if exact is None:
@@ -391,13 +411,18 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
                 f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
                 f"less what the decoder multiplies by), or 1, found {factor:g}."
             )
-        table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
-        if not table.constant or len(table.tensor.shape) != 2:
-            raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-        quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
-        name, why = f"{role}.{index}" if len(tables) > 1 else role, f"the table of {node.op.label}"
-        roles.append(FoundRole(name, table.tensor, table.tensor.shape, exact, why, (), *quantized, node.outputs[0]))
+        roles.append(_table_role(role, name, node, exact))
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
+
+
+def _table_role(role: str, name: str, node: Node, factor: float) -> FoundRole:
+    """The table of the lookup ``node`` as the role ``name``, a part of ``role``."""
+    table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
+    if not table.constant or len(table.tensor.shape) != 2:
+        raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
+    quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+    why = f"the table of {node.op.label}"
+    return FoundRole(name, table.tensor, table.tensor.shape, factor, why, (), *quantized, node.outputs[0])
 
 
 def _tables(reading: ReadGraph, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:

@@ -14,7 +14,7 @@ from mtp_extract.graph.expressions import Ids, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
 from mtp_extract.graph.forms import Cache, CacheAxes, Operand, ScoreView, broadcast_shape, operand_shape
 from mtp_extract.graph.read_graph import ReadGraph
-from mtp_extract.graph.views import Label
+from mtp_extract.graph.views import Label, View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 _Viewed = TypeVar("_Viewed", bound=Cache | ScoreView)
@@ -65,20 +65,21 @@ def slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
         raise UnreadableError("chooses elements by what is computed")
     begins = reading.positions.table(node.operand(1))
     sizes = reading.graph.integers(node.operand(2)).tolist()
-    if len(sizes) != begins.shape[1] or len(sizes) != len(form.view.axes):
-        raise ValueError("begins and sizes of other axes than the operand's")
     view = form.view
-    for axis, size in enumerate(sizes):
-        begin = begins[:, axis]
-        if not ((begin >= 0) & (begin + size <= view.shape[axis])).all():
+    for axis, (begin, size, length) in enumerate(zip(begins.T, sizes, view.shape, strict=True)):
+        if not ((begin >= 0) & (begin + size <= length)).all():
             raise UnreadableError("takes elements that its operand lacks")
-        if (begin == begin[0]).all():
-            view = view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
-        else:
-            view = view.window(axis, size, reading.positions.window(begin))
+        view = _slice_axis(reading, view, axis, begin, size)
     if isinstance(form, ScoreView) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
         raise UnreadableError(f"takes some {form.stage} scores by the position")
     return replace(form, view=view)
+
+
+def _slice_axis(reading: ReadGraph, view: View, axis: int, begin: Ids, size: int) -> View:
+    """``size`` indices of an axis, from where ``begin`` says by position."""
+    if (begin == begin[0]).all():
+        return view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
+    return view.window(axis, size, reading.positions.window(begin))
 
 
 def scale_cache(reading: ReadGraph, node: Node, cache: Cache, operands: Sequence[Operand]) -> Cache:
@@ -98,9 +99,10 @@ def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axi
     slots = cache.view.along(slot_axis)
     batch = range(len(cache.view.axes) - 2)
     axes = _axes_of(cache, slots.label, dimensions.label, cache.view.running(batch))
-    others = (size for axis, size in enumerate(reading.graph.inputs[cache.name].tensor.shape) if axis not in axes)
-    all_slots = reading.graph.inputs[cache.name].tensor.shape[axes[1]] == reading.positions.slots
-    if not all_slots or max(others, default=1) > 1 or not set(cache.view.starts) <= {slots.label}:
+    shape = reading.graph.inputs[cache.name].tensor.shape
+    others = (size for axis, size in enumerate(shape) if axis not in axes)
+    has_all_slots = shape[axes[1]] == reading.positions.slots and max(others, default=1) == 1
+    if not has_all_slots or not set(cache.view.starts) <= {slots.label}:
         raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
     heads = np.zeros(cache.view.shape[:-2], np.int64) if axes[0] is None else cache.view.places(batch, axes[0])
     return CacheMatrix(axes, heads, slots.places, dimensions.places, slots.window)

@@ -194,8 +194,8 @@ def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, 
     width = rotated.number.shape[1]
     used = rotated.number != 0
     element = rotated.element - head[:, None, None] * width
-    dimensions = np.arange(width)[:, None]
-    pair = np.stack([element == dimensions, element == (dimensions + width // 2) % width], 1)
+    own = np.arange(width)[:, None]
+    pair = np.stack([element == own, element == np.roll(own, width // 2)], 1)
     if width % 2 or (used & ~pair.any(1)).any():
         raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
     number = np.where(used[:, None] & pair, rotated.number[:, None], 0)
@@ -246,9 +246,9 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
         UnsupportedError: no theta and share make this table.
     """
     rotated_count = int(np.count_nonzero(table))
-    is_filled = rotated_count >= 2 and not np.any(table[rotated_count:])
+    is_filled = rotated_count >= 2 and not table[rotated_count:].any()
     begins_with_1 = abs(table[0] - 1.0) <= _EXACT + allowed[0]
-    if not (is_filled and begins_with_1 and ((table >= 0) & (table <= 1 + allowed)).all()):
+    if not (is_filled and begins_with_1 and (table >= 0).all() and (table <= 1 + allowed).all()):
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
     exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
