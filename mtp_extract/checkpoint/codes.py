@@ -14,8 +14,9 @@ from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.documents import parse_json, refused
-from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows, read_safetensors
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import round_weight
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
 from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_weight
 from mtp_extract.litertlm.storage import Integers, Packing

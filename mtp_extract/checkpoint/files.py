@@ -1,18 +1,11 @@
-"""Files of a checkpoint: written piece by piece, read back and compared. The bytes depend on the input alone.
-
-safetensors: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
-data of all tensors without gaps. The ``safetensors`` package does not write: it wants every tensor in memory and orders
-metadata keys differently from run to run. It checks every header that is read, ours too, and shares no code with the
-writer; it does not say where data lie, and of a key that stands there twice it takes the last.
-"""
+"""Files of a checkpoint: written piece by piece, read back and compared. The bytes depend on the input alone."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -20,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint import gguf_file
-from mtp_extract.checkpoint.documents import parse_json, refused
 from mtp_extract.checkpoint.dtypes import ARRAYS, BLOCKS
+from mtp_extract.checkpoint.gguf_file import GGUF_ALIGNMENT, gguf_header, read_gguf
+from mtp_extract.checkpoint.safetensors_file import read_safetensors, safetensors_header
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
 from mtp_extract.errors import OutputError, escape
@@ -34,11 +26,28 @@ from mtp_extract.io.files import aligned, new_file, open_regular, read_back_erro
 from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
 
-TENSOR_FILES = (".safetensors", ".gguf")
-"""Endings of the names of files of tensors."""
-
-_METADATA = "__metadata__"
 _READ = 1 << 18
+
+
+@dataclass(frozen=True)
+class Container:
+    """A kind of file with tensors: a header that says where they lie, then their data, one after another."""
+
+    suffix: str  # ends the names of such files
+    read_tensors: Callable[[Path], Mapping[str, StoredTensor]]  # checked against the file's size; CheckpointError
+    # The header, of tensors whose offsets count from its end, and of what it says beside them.
+    make_header: Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], bytes]
+    alignment: int = 1  # every tensor begins at a multiple of so many bytes
+
+
+_SAFETENSORS = Container(".safetensors", lambda path: read_safetensors(path)[0], safetensors_header)
+_GGUF = Container(".gguf", lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT)
+
+CONTAINERS = {container.suffix: container for container in (_SAFETENSORS, _GGUF)}
+"""Every kind of file with tensors, by the ending of its name."""
+
+TENSOR_FILES = tuple(CONTAINERS)
+"""Endings of the names of files of tensors."""
 
 
 @dataclass(frozen=True)
@@ -92,49 +101,13 @@ def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTen
     return PlannedTensor(name, dtype, array.shape, lambda: iter([array]), role)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> Mapping[str, StoredTensor]:
     """The tensors of the file of tensors at ``path``, checked against its size.
 
     Raises:
         CheckpointError: it is damaged, or another kind of file than its name says.
     """
-    return gguf_file.read_gguf(path)[1] if path.suffix == ".gguf" else read_safetensors(path)[0]
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of the file at ``path``, checked against its size, and what its header says beside them.
-
-    Raises:
-        CheckpointError: not such a file, or one whose header contradicts itself or its size.
-    """
-    tensors = {}
-    with refused(path, "not a safetensors file, or damaged: {}"), open_regular(path) as file:
-        try:
-            with safe_open(path, framework="numpy") as checked:
-                metadata = dict(checked.metadata() or {})
-        except SafetensorError as error:
-            raise ValueError(error) from error
-        start = 8 + int.from_bytes(file.read(8), "little")
-        entries = parse_json(file.read(start - 8))
-        entries.pop(_METADATA, None)
-        for name, entry in entries.items():
-            # The package takes a list of three for an entry, and passes over further keys.
-            if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-                raise ValueError("an entry has other keys than a tensor's")
-            begin, end = entry["data_offsets"]
-            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
-    return tensors, metadata
-
-
-def safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with; offsets of its tensors count from the header's end."""
-    entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
-    for name, tensor in places.items():
-        ends = [tensor.offset, tensor.offset + tensor.length]
-        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": ends}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return CONTAINERS[path.suffix].read_tensors(path)
 
 
 def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: None) -> dict[str, Any]:
@@ -148,30 +121,40 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         Interrupted: a signal came.
     """
     path = folder / file.name
-    at = 0
-    end = 0
+    container = CONTAINERS[path.suffix] if file.tensors else None
+    alignment = container.alignment if container else 1
+    places, data_size = _arrange(file.tensors, alignment)
+    if container:
+        header = container.make_header(places, file.metadata)
+    else:
+        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+        header = file.text.encode("utf-8", "backslashreplace")
+
+    size = 0
     written = xxh3_128()
-    places = dict[str, StoredTensor]()
-    alignment, make_header = 1, safetensors_header
-    if path.suffix == ".gguf":
-        alignment, make_header = gguf_file.GGUF_ALIGNMENT, gguf_file.header
-    for tensor in file.tensors:
-        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.length)
-        end += aligned(tensor.length, alignment)
-    # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
-    header = make_header(places, file.metadata) if places else file.text.encode("utf-8", "backslashreplace")
-    expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
-    with new_file(path, len(header) + end) as fd:
+    with new_file(path, len(header) + data_size) as descriptor:
         for piece in chain([header], *(_data(tensor, alignment) for tensor in file.tensors)):
             written.update(piece)
-            write_all(fd, piece, at)
-            at += len(piece)
+            write_all(descriptor, piece, size)
+            size += len(piece)
             advance(len(piece))
     check_interrupted()
+
     sum_read, sha256 = _sums(path)
-    if sum_read != written.hexdigest() or (places and read_header(path) != expected):
+    expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
+    if sum_read != written.hexdigest() or (container and container.read_tensors(path) != expected):
         raise read_back_error(path)
-    return {"size": at, "sha256": sha256}
+    return {"size": size, "sha256": sha256}
+
+
+def _arrange(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:
+    """Where ``tensors`` lie behind a header, by name, and the bytes of them all."""
+    places = dict[str, StoredTensor]()
+    end = 0
+    for tensor in tensors:
+        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.length)
+        end += aligned(tensor.length, alignment)
+    return places, end
 
 
 def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:

@@ -12,13 +12,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from mtp_extract.checkpoint.documents import refused
-from mtp_extract.checkpoint.dtypes import BLOCKS
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import escape
 from mtp_extract.io.files import aligned, open_regular
@@ -32,38 +30,43 @@ GGUF_ALIGNMENT = 32
 _MOST_ENTRIES = 1 << 16
 _LONGEST_HEADER = 1 << 26
 
-_TYPES = MappingProxyType({0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 30: "BF16"})
-"""Types of tensors by number (``ggml_type``): those that are read."""
-
 _TEXT, _ARRAY = 8, 9
 _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))) | {10: "u8", 11: "i8", 12: "f8"}
 """Types of values by number (``gguf_type``), as NumPy calls them."""
 
 
-def header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any]) -> bytes:
+def gguf_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any]) -> bytes:
     """What a file begins with whose tensors lie at ``places`` behind that.
 
     Metadata are typed by their Python types: int is UINT32, float FLOAT32, np.float64 FLOAT64; in lists int is INT32.
     """
-    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.gguf_writer import WriterState
 
     writer = GGUFWriter(None, str(metadata[ARCHITECTURE]))
     for key, value in metadata.items():
-        kind = GGUFValueType.FLOAT64 if isinstance(value, np.float64) else GGUFValueType.get_type(value)
         if key != ARCHITECTURE:
-            writer.add_key_value(key, value, GGUFValueType.UINT32 if type(value) is int else kind)
+            writer.add_key_value(key, value, _value_type(value))
     for name, tensor in places.items():
         # The type of NumPy's is not looked at beside the other.
-        dtype, raw = np.dtype(np.float32), GGMLQuantizationType[tensor.dtype]
-        writer.add_tensor_info(name, tensor.shape, dtype, tensor.length, raw_dtype=raw)
+        dtype = np.dtype(np.float32)
+        writer.add_tensor_info(name, tensor.shape, dtype, tensor.length, GGMLQuantizationType[tensor.dtype])
     # The writer opens files by name only; this one is to be part of another.
     buffer: Any = io.BytesIO()
-    writer.fout, writer.state = [buffer], WriterState.EMPTY
+    writer.fout = [buffer]
+    writer.state = WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return bytes(buffer.getvalue()) + bytes(-buffer.tell() % GGUF_ALIGNMENT)
+
+
+def _value_type(value: Any) -> Any:
+    from gguf import GGUFValueType
+
+    if isinstance(value, np.float64):
+        return GGUFValueType.FLOAT64
+    return GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -95,7 +98,8 @@ class _Header:
 
     def take(self, length: int) -> bytes:
         """The next ``length`` bytes."""
-        self.at, limit = self.at + length, min(self.size, _LONGEST_HEADER)
+        limit = min(self.size, _LONGEST_HEADER)
+        self.at += length
         _require(self.at <= limit, f"its header goes on past byte {limit}; it was cut short")
         data = self._file.read(length)
         _require(len(data) == length, "it shrank while it was being read")
@@ -112,9 +116,11 @@ class _Header:
 
     def value(self, key: str) -> Any:
         """A value; of a list of texts how many there are."""
-        kind, count = self.number(4), 1
+        kind = self.number(4)
+        count = 1
         if in_list := kind == _ARRAY:
-            kind, count = self.number(4), self.number()
+            kind = self.number(4)
+            count = self.number()
         if kind == _TEXT and in_list:
             for _ in range(count):
                 self.take(self.number())
@@ -137,6 +143,21 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     _require(version == 3, f"expected GGUF version 3, little-endian, found {version}")
     most = max(tensors, entries)
     _require(most <= _MOST_ENTRIES, f"expected at most {_MOST_ENTRIES} keys and tensors, found {most}")
+    metadata = _read_metadata(header, entries)
+    places = _read_places(header, tensors)
+
+    # The data of all tensors fill the rest of the file, but for what aligns the last one.
+    begin = aligned(header.at, GGUF_ALIGNMENT)
+    last = max((place.offset + place.length for place in places.values()), default=0)
+    end = begin + last
+    padded = begin + aligned(last, GGUF_ALIGNMENT)
+    _require(end <= header.size, f"its tensors would end at byte {end} of {header.size}; it was cut short")
+    _require(not places or padded >= header.size, f"its header describes {padded} bytes, it has {header.size}")
+    return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
+
+
+def _read_metadata(header: _Header, entries: int) -> dict[str, Any]:
+    """So many keys with their values."""
     metadata: dict[str, Any] = {}
     for _ in range(entries):
         key = header.text()
@@ -144,36 +165,34 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         metadata[key] = header.value(escape(key))
     alignment = metadata.get("general.alignment", GGUF_ALIGNMENT)
     _require(alignment == GGUF_ALIGNMENT, f"expected general.alignment {GGUF_ALIGNMENT}, found {escape(alignment)}")
-    # The tensors follow each other to the end of the file; where they begin is known when all are.
-    places: dict[str, StoredTensor] = {}
-    at = end = 0
-    for _ in range(tensors):
-        name, dimensions = header.text(), header.number(4)
-        shown_name = escape(name)
-        _require(name not in places, f"expected each tensor once, found {shown_name} again")
-        _require(1 <= dimensions <= 4, f"expected {shown_name} to have 1 to 4 dimensions, found {dimensions}")
-        shape = tuple(header.number() for _ in range(dimensions))[::-1]
-        kind, offset = header.number(4), header.number()
-        dtype, elements, bytes_of = _type(shown_name, kind)
-        # No tensor has more elements than eight a byte of its file.
-        possible = max(*shape, math.prod(shape)) <= 8 * header.size and shape[-1] % elements == 0
-        _require(possible, f"{shown_name}: a shape of {list(shape)} in {dtype} cannot be")
-        _require(offset == at, f"expected {shown_name} to begin at byte {at}, found {offset}")
-        end = at + math.prod(shape) // elements * bytes_of
-        places[name] = StoredTensor(dtype, shape, at, end - at)
-        at = aligned(end, GGUF_ALIGNMENT)
-    begin, size = aligned(header.at, GGUF_ALIGNMENT), header.size
-    _require(begin + end <= size, f"its tensors would end at byte {begin + end} of {size}; it was cut short")
-    _require(not places or begin + at >= size, f"its header describes {begin + at} bytes, it has {size}")
-    return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
+    return metadata
 
 
-def _type(tensor: str, number: int) -> tuple[str, int, int]:
-    """Name of a type of tensors, and elements and bytes of its least piece; one that is not read has a name too."""
-    if (name := _TYPES.get(number)) is not None:
-        return (name, *BLOCKS[name])
+def _read_places(header: _Header, tensors: int) -> dict[str, StoredTensor]:
+    """So many tensors, which follow each other; offsets count from where the data of the first begin."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     types = {kind.value: kind for kind in GGMLQuantizationType}
-    _require(number in types, f"{tensor}: expected a type of tensors that GGUF has, found type {number}")
-    return (types[number].name, *GGML_QUANT_SIZES[types[number]])
+    places: dict[str, StoredTensor] = {}
+    expected_offset = 0
+    for _ in range(tensors):
+        name = header.text()
+        label = escape(name)
+        _require(name not in places, f"expected each tensor once, found {label} again")
+        dimensions = header.number(4)
+        _require(1 <= dimensions <= 4, f"expected {label} to have 1 to 4 dimensions, found {dimensions}")
+        shape = tuple(header.number() for _ in range(dimensions))[::-1]
+        number = header.number(4)
+        offset = header.number()
+
+        _require(number in types, f"{label}: expected a type of tensors that GGUF has, found type {number}")
+        kind = types[number]
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        # No tensor has more elements than eight a byte of its file.
+        elements = math.prod(shape)
+        is_possible = max(*shape, elements) <= 8 * header.size and shape[-1] % block == 0
+        _require(is_possible, f"{label}: a shape of {list(shape)} in {kind.name} cannot be")
+        _require(offset == expected_offset, f"expected {label} to begin at byte {expected_offset}, found {offset}")
+        places[name] = StoredTensor(kind.name, shape, offset, elements // block * block_bytes)
+        expected_offset = aligned(offset + places[name].length, GGUF_ALIGNMENT)
+    return places

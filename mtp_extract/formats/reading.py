@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
-from mtp_extract.checkpoint.files import read_safetensors
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few, several
 from mtp_extract.io.typed import read

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.checkpoint.files import read_safetensors
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few

@@ -51,7 +51,7 @@ _TOKENIZER = (
 )
 """Drafts are tokens of the base: what the drafter's own tokenizer calls them changes none."""
 
-_FOUND_BY_ENDING = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth", ".py", ".json")
+_FOUND_BY_ENDING = (*TENSOR_FILES, ".npz", ".bin", ".pt", ".pth", ".py", ".json")
 """What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
 
 AGAIN = "Extract it again, or fetch it again."

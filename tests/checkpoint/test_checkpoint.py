@@ -19,10 +19,9 @@ from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint import files
 from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import OutputFile, plan_array, read_header, write_file
+from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, read_header, write_file
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.formats import FORMATS, format_named
@@ -88,12 +87,14 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: Callable[[bytes], byt
 
 def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same type and shape: the sums of what lies where it was written cannot tell."""
-    real = files.safetensors_header
+    real = CONTAINERS[".safetensors"]
 
     def exchanged(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
-        return real(places, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
+        return (
+            real.make_header(places, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
+        )
 
-    monkeypatch.setattr(files, "safetensors_header", exchanged)
+    monkeypatch.setitem(CONTAINERS, ".safetensors", replace(real, make_header=exchanged))
     with pytest.raises(OutputError, match="reads back differently"):
         write_file(tmp_path, OutputFile("f.safetensors", PAIR, metadata={}))
 

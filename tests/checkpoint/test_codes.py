@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.files import read_safetensors
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import read_checkpoint
 
