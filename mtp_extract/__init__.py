@@ -10,9 +10,10 @@
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
     mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
 
-Every command is a function of its name: ``inspect``, ``extract``, ``convert``, ``insert`` and ``upload`` take
-arguments, ``validate``, ``tune`` and ``bench`` a ValidationPlan, a TuningPlan and a BenchPlan. Names are imported when
-they are first used: ``import mtp_extract`` alone loads nothing heavy.
+Every command is a function of its name, and ``mtp-doctor`` is ``diagnose``. ``inspect``, ``extract``, ``convert``,
+``insert`` and ``upload`` take arguments; ``validate``, ``tune``, ``bench`` and ``diagnose`` a ValidationPlan, a
+TuningPlan, a BenchPlan and a DoctorPlan. Names are imported when they are first used: ``import mtp_extract`` alone
+loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
-    from mtp_extract.api import bench, insert, inspect, tune, validate
+    from mtp_extract.api import bench, convert, diagnose, extract, insert, inspect, open, tune, upload, validate
     from mtp_extract.bundle import Opened, Shard
-    from mtp_extract.bundle import open_bundle as open
+    from mtp_extract.doctor.plan import DoctorPlan
     from mtp_extract.errors import MtpExtractError
-    from mtp_extract.hub.upload import UploadResult, upload
-    from mtp_extract.pipeline.extraction import extract
-    from mtp_extract.pipeline.writing import ExtractionResult, convert
+    from mtp_extract.hub.upload import UploadResult
+    from mtp_extract.pipeline.writing import ExtractionResult
     from mtp_extract.report.card import CardWords
     from mtp_extract.serving.plan import BenchPlan
     from mtp_extract.tuning.plan import TuningPlan
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BenchPlan",
     "CardWords",
+    "DoctorPlan",
     "ExtractionResult",
     "MtpExtractError",
     "Opened",
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "bench",
     "convert",
+    "diagnose",
     "extract",
     "insert",
     "inspect",
@@ -57,27 +59,25 @@ __all__ = [
     "validate",
 ]
 
-# Module -> the public names that are its own.
-_HOMES = {
-    "api": ("bench", "insert", "inspect", "tune", "validate"),
-    "bundle": ("Opened", "Shard", "open_bundle"),
-    "errors": ("MtpExtractError",),
-    "hub.upload": ("UploadResult", "upload"),
-    "pipeline.extraction": ("extract",),
-    "pipeline.writing": ("ExtractionResult", "convert"),
-    "report.card": ("CardWords",),
-    "serving.plan": ("BenchPlan",),
-    "tuning.plan": ("TuningPlan",),
-    "validation.plan": ("ValidationPlan",),
+_MODULES = {
+    "BenchPlan": "serving.plan",
+    "CardWords": "report.card",
+    "DoctorPlan": "doctor.plan",
+    "ExtractionResult": "pipeline.writing",
+    "MtpExtractError": "errors",
+    "Opened": "bundle",
+    "Shard": "bundle",
+    "TuningPlan": "tuning.plan",
+    "UploadResult": "hub.upload",
+    "ValidationPlan": "validation.plan",
 }
+"""Public name → the module that defines it; the functions are those of ``api``."""
 
 
 def __getattr__(name: str) -> Any:
-    own = "open_bundle" if name == "open" else name
-    for module, names in _HOMES.items():
-        if name in __all__ and own in names:
-            return getattr(import_module(f"mtp_extract.{module}"), own)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"mtp_extract.{_MODULES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:

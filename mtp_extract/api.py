@@ -1,61 +1,86 @@
-"""What the commands do, as functions of ``mtp_extract``: the same work, typed results.
+"""The functions of ``mtp_extract``: what the commands do, with typed results.
 
-Extracting, converting and uploading are functions of the library as they are, and so is tuning; here are the others.
+Each loads what it needs when it is called: this module by itself loads nothing heavy.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_extract.bundle import open_bundle
-from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.evaluation.extras import require
+from mtp_extract.errors import PlanError, UnsupportedError, escape
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.insertion.activations import Grids
-from mtp_extract.insertion.base_checkpoint import holds_base
-from mtp_extract.insertion.comparison import BaseComparison, compare_base
-from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
-from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.io.opening import checkpoint_here, is_checkpoint
-from mtp_extract.io.place import PathLike, check_place, files_of
 from mtp_extract.io.source import Progress, nothing_shown
-from mtp_extract.pipeline import inspection
-from mtp_extract.pipeline.inspection import Inspection
-from mtp_extract.report.files import REPORT_LISTED
-from mtp_extract.serving.benchmark import run_benchmark as bench
-from mtp_extract.tuning.run import run_tuning as tune
-from mtp_extract.validation.plan import ValidationPlan
 
 if TYPE_CHECKING:
+    from mtp_extract.bundle import Opened
+    from mtp_extract.doctor.plan import DoctorPlan
+    from mtp_extract.doctor.result import Diagnosis
+    from mtp_extract.hub.upload import UploadResult
+    from mtp_extract.insertion.activations import Grids
+    from mtp_extract.insertion.comparison import BaseComparison
+    from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
+    from mtp_extract.io.opening import Named
+    from mtp_extract.io.place import PathLike
+    from mtp_extract.io.source import Source
+    from mtp_extract.pipeline.inspection import Inspection
+    from mtp_extract.pipeline.plan import DtypeName, RuleName
+    from mtp_extract.pipeline.writing import ExtractionResult
+    from mtp_extract.report.card import CardWords
+    from mtp_extract.serving.plan import BenchPlan
+    from mtp_extract.serving.result import Benchmark
+    from mtp_extract.tuning.plan import TuningPlan
+    from mtp_extract.tuning.run import Outcome
+    from mtp_extract.validation.plan import ValidationPlan
     from mtp_extract.validation.result import Validation
-
-__all__ = ["bench", "insert", "inspect", "tune", "validate"]
-
 
 _LARGEST_BASE = 100_000_000_000
 """Bytes of a base that is fetched to be compared: no Gemma 4 has more. It is read tensor by tensor."""
 
 
+def open(  # noqa: A001 - meant to be read with its package
+    source: Named | Source,
+    *,
+    token: str | bool | None = None,
+    section: int | None = None,
+    signature: str | None = None,
+    progress: Progress = nothing_shown,
+) -> Opened:
+    """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
+
+    Args:
+        source: a path, an id of the Hub, or a URL. Of a remote file only byte ranges are fetched; of a repository with
+            several bundles, the one is taken whose header lists a drafter.
+        token: for the Hub; by default the one that ``hf auth login`` or ``HF_TOKEN`` left.
+        section, signature: index of the drafter's section and key of its signature, where there are several.
+        progress: called with bytes done and bytes in all while a remote range is fetched.
+
+    Raises:
+        SourceError, FormatError, UnsupportedError, NoDrafterError: as their names say.
+    """
+    from mtp_extract.bundle import open_bundle
+
+    return open_bundle(source, token=token, section=section, signature=signature, progress=progress)
+
+
 def inspect(
-    source: str | os.PathLike[str],
+    source: PathLike,
     *,
     tensors: bool = False,
     graph: bool = False,
-    against: str | os.PathLike[str] | None = None,
+    against: PathLike | None = None,
     progress: Progress = nothing_shown,
 ) -> Inspection | BaseComparison:
     """What a bundle or a checkpoint holds.
 
     Args:
-        source: a bundle, as :func:`~mtp_extract.bundle.open_source` takes it, or a checkpoint: a directory or a
-            ``.gguf``.
+        source: a bundle, as :func:`open` takes it, or a checkpoint: a directory or a ``.gguf``.
+        tensors: list every tensor.
+        graph: of a bundle: list what every operator is read as, then every role and every other constant.
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
             a base's directory or its id on the Hub, from which it is fetched into the Hub's cache.
-        tensors, graph: as :func:`~mtp_extract.pipeline.inspection.inspect` explains them; ``graph`` is of a bundle.
 
     Returns:
         An Inspection; of a bundle ``against`` a base's directory a BaseComparison.
@@ -64,6 +89,10 @@ def inspect(
         CheckpointError, SourceError, FormatError: damaged, or not to be had, or not what its record says.
         UnsupportedError: what is asked for does not go together.
     """
+    from mtp_extract.bundle import open_bundle
+    from mtp_extract.io.opening import checkpoint_here, is_checkpoint
+    from mtp_extract.pipeline import inspection
+
     source = checkpoint_here(source, or_bundle=True)
     if graph and (against or is_checkpoint(source)):
         why = "expected a bundle alone, whose graph is asked for. Leave that out."
@@ -71,13 +100,197 @@ def inspect(
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
     with open_bundle(source, progress=progress, skeleton=against is None) as opened:
-        if against is not None:
-            place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
-            if not place.is_dir():
-                why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
-                raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
-            return compare_base(opened, place, progress)
-        return inspection.inspect(opened, tensors=tensors, graph=graph)
+        if against is None:
+            return inspection.inspect(opened, tensors=tensors, graph=graph)
+        place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
+        if not place.is_dir():
+            why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
+            raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
+        from mtp_extract.insertion.comparison import compare_base
+
+        return compare_base(opened, place, progress)
+
+
+def extract(
+    source: Named | Source | Opened,
+    out: PathLike | None = None,
+    *,
+    format: str | None = None,  # noqa: A002 - the command's word for it
+    dtype: DtypeName | None = None,
+    codes: bool = False,
+    quantize: RuleName | None = None,
+    overwrite: bool = False,
+    sliding_window: int | None = None,
+    unproven: bool = False,
+    section: int | None = None,
+    signature: str | None = None,
+    progress: Progress = nothing_shown,
+) -> ExtractionResult:
+    """Extract the drafter of ``source`` into the directory ``out``.
+
+    Args:
+        source: a path, an id of the Hub, a URL, or what :func:`open` returned.
+        out: a directory that does not exist yet; by default the source's name and ``-mtp-drafter``.
+        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's, whose best it then is; by default
+            "transformers".
+        dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
+        codes: write ``codes/codes.safetensors`` too: integers, scales and zero points of what is written in floats.
+        quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
+        overwrite: replace ``out`` if it is a checkpoint of ours.
+        sliding_window: used only where the file leaves the window to the runtime (1 or more).
+        unproven: where the graph cannot be proven, take what can be read of it, and record why it is not proven.
+        section, signature: as for :func:`open`, for what is not open yet.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
+            nothing is left behind.
+        PlanError: an unknown ``format``, ``dtype`` or ``quantize``.
+    """
+    from mtp_extract.pipeline.extraction import extract_drafter
+    from mtp_extract.pipeline.plan import WritingPlan
+
+    return extract_drafter(
+        source,
+        out,
+        WritingPlan(format, dtype, codes, quantize),
+        overwrite=overwrite,
+        sliding_window=sliding_window,
+        unproven=unproven,
+        section=section,
+        signature=signature,
+        progress=progress,
+    )
+
+
+def convert(
+    directory: PathLike,
+    out: PathLike | None = None,
+    *,
+    format: str,  # noqa: A002 - the command's word for it
+    dtype: DtypeName | None = None,
+    codes: bool = False,
+    quantize: RuleName | None = None,
+    overwrite: bool = False,
+    progress: Progress = nothing_shown,
+) -> ExtractionResult:
+    """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
+
+    Args:
+        directory: what :func:`extract` or this function wrote, which is then held against its record first; an official
+            assistant as transformers has it; a ``.gguf``; or an id of the Hub.
+        out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
+        format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
+        dtype, codes, quantize, overwrite, progress: as for :func:`extract`.
+
+    Raises:
+        CheckpointError: the directory is damaged, or holds no drafter.
+        UnsupportedError, OutputError: as their names say; nothing is left behind.
+        PlanError: an unknown ``format``, ``dtype`` or ``quantize``.
+    """
+    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.pipeline.plan import WritingPlan
+    from mtp_extract.pipeline.writing import convert_checkpoint
+
+    plan = WritingPlan(format, dtype, codes, quantize)
+    place = Path(checkpoint_here(directory))
+    return convert_checkpoint(place, out, plan, overwrite=overwrite, progress=progress)
+
+
+def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:
+    """Whether a checkpoint is the drafter of its file, and whether it drafts what its base would say.
+
+    Args:
+        plan: its fields are
+
+            * directory: a checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub; None for
+              the sample
+            * base: the model it drafts for: a directory, or an id of the Hub
+            * beside: another drafter of that base, to measure on the same texts
+            * source: the bundle it was extracted from, or a ``.tflite``, or an address: to prove that this is its
+              drafter
+            * sample: validate the sample, which is extracted first, and brings its base, its source and, unless given,
+              prompts
+            * prompts: a ``.txt`` or ``.jsonl``; by default about 100 of ours
+            * draft_steps (1 to 64): values of K to generate with; the largest is the number of steps of the agreement
+            * trees: trees of drafts to measure too, such as "4x2x1", or "adaptive"
+            * device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs
+            * new_tokens (3 or more): most tokens the base adds to a prompt
+            * batch (1 or more): prompts at a time
+            * samples (1 to 4096): random inputs for parity
+            * timed: prompts to time
+            * chat_template: apply the base's, if it has one
+            * report: a directory for ``report.html``, ``report.json`` and ``pair.json``
+            * overwrite: replace an older report
+            * command: how it was asked for, as the report says it
+            * say, show: told what is measured, and how far it is
+            * rescue: told the Validation as far as it came, where an error or a signal ends it
+        tell: told the result before a report of it is written, which a full disk may prevent.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+    """
+    from mtp_extract.evaluation.extras import require
+    from mtp_extract.io.place import check_place
+    from mtp_extract.report.files import REPORT_LISTED
+
+    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
+    if plan.report is not None:
+        check_place(plan.report, **to, listed=REPORT_LISTED)
+    require("torch", *(["transformers"] if plan.sample or plan.base else []))
+
+    from mtp_extract.validation import page, run
+
+    validation = run.run_validation(plan)
+    tell(validation)
+    if plan.report is not None:
+        page.write_validation(validation, plan.report, **to)
+    return validation
+
+
+def tune(plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callable[[], bool] = lambda: False) -> Outcome:
+    """Fit a drafter to its base, or make a new head; measure it before and after; save what is better.
+
+    Args:
+        plan: its fields are
+
+            * directory: the drafter: extracted, an official assistant, or a head; or its id on the Hub; None for a new
+              EAGLE-3 head
+            * base: the model that it is served with: a directory, or an id of the Hub
+            * out: where the result goes; by default the drafter's name and ``-tuned``, or the base's and ``-eagle3``
+            * work: where text, state and log are kept, to resume; by default ``OUT.work``
+            * mode: what to train: "norms" (and layer scalars), "qat" (also the codes, on the stored grid), "float"
+              (every weight), "ordered" (a head that scores clusters of tokens first), "eagle3" (a new head)
+            * prompts: of your workload, as ``.txt`` or ``.jsonl``; by default ours
+            * text: texts by people instead, or prompts with answers, in the same forms
+            * text_from: the URL of a server that has the base and writes its texts
+            * text_model: the name of the model there, if it serves several
+            * text_key: that server's key, where it wants one
+            * new_tokens (2 or more): most tokens of each of the base's texts
+            * temperature (0 to 100): of serving and of the base's text; 0 is greedy
+            * chat_template: put prompts into the base's chat format
+            * draft_steps (1 or more): drafts a round to train for
+            * objective: "ce" for greedy serving alone, "tv" or "kl" for sampled alone; "mixed" (ce and tv) for both
+            * steps (1 or more): of the optimizer; by default 500, of eagle3 300, of ordered 600
+            * batch (1 or more): texts a step, of all processes together
+            * learning_rate: by default the mode's own, by width
+            * draft_vocab (1 or more): tokens that an eagle3 head can propose, the most frequent ones
+            * seed (0 or more): the same seed, texts and machine give the same bytes
+            * device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs
+            * force: save the result even if it is not better
+            * overwrite: replace a checkpoint of ours
+        say: told what is being done.
+        tell: called after every batch of text and every step.
+        stop: asked after every step: what is best so far is then measured, and saved if it is better, marked as
+            interrupted; a later run with the same plan resumes there.
+
+    Raises:
+        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
+        OutputError: the result cannot be written, or reads back differently; nothing is left behind.
+    """
+    from mtp_extract.tuning.run import run_tuning
+
+    return run_tuning(plan, say, tell, stop)
 
 
 def insert(
@@ -107,32 +320,31 @@ def insert(
         base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts;
             of a base that is put in the one that was there, to measure what their grids cut off of each.
         section: index of the drafter's in ``bundle``, where there are several.
+        overwrite: replace ``out`` if it is there.
         force: write although rounding to the bundle's types loses more than a tenth of a role of a base.
         say, show: told what is measured, and how far it is.
+        progress: called with what is done and what there is to do, in bytes.
 
     Raises:
         PairError, UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
-        ValueError: neither or both of ``out`` and ``dry_run``.
+        PlanError: neither or both of ``out`` and ``dry_run``.
     """
+    from mtp_extract.insertion.run import planned_insertion
+    from mtp_extract.io.opening import checkpoint_here, is_checkpoint
+    from mtp_extract.io.place import check_place, files_of
+
     if (out is None) != dry_run:
-        raise ValueError("out: expected a place for the new bundle, or a dry run; one of the two.")
+        raise PlanError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
         check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
     if is_checkpoint(bundle):
         swapped = "The first argument is a bundle, the second a checkpoint: swap them."
-        advice = swapped if os.path.isfile(source) and not is_checkpoint(source) else "Give a .litertlm in its place."
+        advice = swapped if Path(source).is_file() and not is_checkpoint(source) else "Give a .litertlm in its place."
         raise UnsupportedError(
             f"{escape(bundle)}: expected the bundle that weights go into, found a checkpoint. {advice}"
         )
-    source, measuring = checkpoint_here(source, or_bundle=True), dict[str, Any]()
-    if base is not None:
-        require("torch", "transformers")
-        if not Path(source).is_dir():
-            why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
-            raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-        # Before anything is read: only static grids want it, and loading it would find out last.
-        checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
-        measuring = _measuring(source, base, say, show)
+    source = checkpoint_here(source, or_bundle=True)
+    measuring = {} if base is None else _measuring(source, base, say, show)
     with planned_insertion(
         source, bundle, **measuring, graph_from=graph_from, section=section, progress=progress
     ) as plan:
@@ -141,6 +353,16 @@ def insert(
 
 def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
     """What an insertion of ``source`` measures beside ``base``: the drafter's ranges, or what grids cut off."""
+    from mtp_extract.evaluation.extras import require
+    from mtp_extract.insertion.base_checkpoint import holds_base
+    from mtp_extract.io.opening import checkpoint_here
+
+    require("torch", "transformers")
+    if not Path(source).is_dir():
+        why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
+        raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
+    # Before anything is read: only static grids want it, and loading it would find out last.
+    checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
     if holds_base(Path(source)):
         from mtp_extract.insertion.clipping import measure_cut_off
 
@@ -154,23 +376,108 @@ def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
     return {"measure": partial(measure_ranges, source, base, say=say, show=show)}
 
 
-def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:
-    """Whether a checkpoint is the drafter of its file (``source``), and whether it drafts what its base would say.
+def bench(plan: BenchPlan) -> Benchmark:
+    """Measure a running server, with and without its drafter, and what came of its drafts.
+
+    An answer that fails is counted, and its prompt left out.
 
     Args:
-        tell: told the result before a report of it is written, which a full disk may prevent.
+        plan: its fields are
+
+            * url: an OpenAI-compatible server, such as http://localhost:8000
+            * baseline: the URL of the same server started without a drafter, asked in turn with the first
+            * prompts: a ``.txt`` or ``.jsonl``; by default about 100 of ours
+            * model: its name on the servers; needed if they serve several
+            * key: sent to both servers
+            * max_tokens (1 or more): most tokens of an answer
+            * temperature (0 or more): at 0 texts are compared
+            * concurrency (1 to 64): requests in flight at a time
+            * warm_up (0 or more): requests to each server that are not measured
+            * chat_template: send prompts as chats, or as text to be continued
+            * say, show: told what is begun, and after each window of all servers how much is done
+            * rescue: told what was measured so far, where an error or a signal ends it
 
     Raises:
-        MtpExtractError: a part is missing, or does not fit.
+        MtpExtractError: prompts cannot be read, or a server does not answer as it should.
     """
-    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
-    if plan.report is not None:
-        check_place(plan.report, **to, listed=REPORT_LISTED)
-    plan.check()
-    from mtp_extract.validation import page, run
+    from mtp_extract.serving.benchmark import run_benchmark
 
-    validation = run.run_validation(plan)
-    tell(validation)
-    if plan.report is not None:
-        page.write_validation(validation, plan.report, **to)
-    return validation
+    return run_benchmark(plan)
+
+
+def diagnose(plan: DoctorPlan, say: Say = silent) -> Diagnosis:
+    """Why a server rejects drafts: whether the pair fits, what is expected, what is served, and which fault it is.
+
+    Args:
+        plan: its fields are
+
+            * place: of the drafter: a directory, a ``.gguf``, or an id of the Hub
+            * base: the base model: a directory, or an id of the Hub
+            * server: the URL of an OpenAI-compatible server with that pair
+            * prompts: a ``.txt`` or ``.jsonl``; by default about 100 of ours
+            * model: its name on the server; needed if it serves several
+            * key: the server's
+            * max_tokens (8 or more): most tokens of an answer
+            * drafts (1 to 64): a round; by default as many as the server's counters say, or 3
+            * chat_template: apply the base's, if it has one
+            * device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs
+        say: told what is being done.
+
+    Raises:
+        MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
+    """
+    from mtp_extract.evaluation.extras import require
+    from mtp_extract.io.opening import checkpoint_here
+
+    path = Path(checkpoint_here(plan.place))
+    require("torch", "transformers")
+
+    from mtp_extract.doctor.run import run_diagnosis
+
+    return run_diagnosis(plan, path, say)
+
+
+def upload(
+    directory: PathLike,
+    repo_id: str,
+    *,
+    private: bool = True,
+    beside: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
+    token: str | None = None,
+    card: CardWords | None = None,
+) -> UploadResult:
+    """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
+
+    The files appear in one commit, all or none. Large files that arrived before an interruption are not sent again.
+
+    Args:
+        directory: what mtp-extract wrote, with a validation report or without.
+        repo_id: ``org/name``.
+        private: visibility of a repository that has to be created; one that exists keeps its own.
+        beside: send the one file of a GGUF alone into a repository that exists, such as its base's; what is there
+            stays, its card too.
+        force: write into a repository that holds other content: files of the same name are replaced (the
+            history keeps them), others stay.
+        dry_run: check and list, and ask nobody.
+        token: None for the one that ``hf auth login`` or ``HF_TOKEN`` left.
+        card: what the card is to say; by default what the record says.
+
+    Raises:
+        CheckpointError: the directory does not match its ``extraction.json``.
+        HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
+    """
+    from mtp_extract.hub.upload import upload_directory
+    from mtp_extract.report.card import UNSAID
+
+    return upload_directory(
+        directory,
+        repo_id,
+        private=private,
+        beside=beside,
+        force=force,
+        dry_run=dry_run,
+        token=token,
+        words=card or UNSAID,
+    )

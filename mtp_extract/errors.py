@@ -30,6 +30,10 @@ class MtpExtractError(Exception):
         self.remedies = remedies
 
 
+class PlanError(MtpExtractError, ValueError):
+    """What a function is asked to do is out of bounds, or does not go together; the remedies are fields of the plan."""
+
+
 class SourceError(MtpExtractError):
     """The bytes cannot be had."""
 

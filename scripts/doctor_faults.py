@@ -23,6 +23,7 @@ import torch
 from _planted_faults import PLANTED, near_overflow
 from helpers.loop_server import played
 
+from mtp_extract import extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.doctor.counts import Counts
 from mtp_extract.doctor.faults import ExpectedCounts, count_expected
@@ -34,7 +35,6 @@ from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.prompts import read_prompts
-from mtp_extract.pipeline.extraction import extract
 from mtp_extract.serving.client import Answer
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator

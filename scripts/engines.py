@@ -35,10 +35,10 @@ from pathlib import Path
 
 from _engines import llama_cpp
 
+from mtp_extract import extract
 from mtp_extract.cli.terminal import say, table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.pipeline.extraction import extract
 from mtp_extract.pipeline.plan import DtypeName
 
 HERE = Path(__file__).resolve().parent

@@ -18,7 +18,7 @@ from mtp_extract.pipeline.inspection import Inspection
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
-FUNCTIONS = ("bench", "convert", "extract", "insert", "inspect", "tune", "upload", "validate")
+FUNCTIONS = ("bench", "convert", "diagnose", "extract", "insert", "inspect", "open", "tune", "upload", "validate")
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ FUNCTIONS = ("bench", "convert", "extract", "insert", "inspect", "tune", "upload
     ],
 )
 def test_a_function_has_the_arguments_of_its_command(name: str, otherwise: set[str]) -> None:
-    options = set(python.signature(module_of(name).app.registered_commands[0].callback).parameters)
+    options = {parameter.name for parameter in module_of(name).app.params if parameter.expose_value}
     arguments = set(python.signature(getattr(mtp_extract, name)).parameters)
-    assert options - arguments - {"version"} == otherwise
+    assert options - arguments == otherwise
 
 
 def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:
 def test_the_page_names_every_function_and_its_blocks_are_python() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `(\w+)\(", text, re.MULTILINE))
-    assert named == {*FUNCTIONS, "open"}
+    assert named == set(FUNCTIONS)
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         compile(block, str(DOCUMENT), "exec")
 
@@ -68,9 +68,32 @@ def test_no_folder_hides_a_function() -> None:
     assert not [name for name in mtp_extract.__all__ if (package / name).is_dir() or (package / f"{name}.py").is_file()]
 
 
+def test_every_function_is_defined_in_one_module_and_explains_its_arguments() -> None:
+    for name in FUNCTIONS:
+        function = getattr(mtp_extract, name)
+        assert function.__module__ == "mtp_extract.api"
+        page = python.getdoc(function) or ""
+        for argument in python.signature(function).parameters:
+            explained = re.search(rf"\b{argument}\b.*:", page)
+            assert explained or argument == "progress", f"{name} does not say what {argument} is"
+
+
 def test_the_package_alone_loads_nothing_heavy() -> None:
     code = (
         "import sys, mtp_extract; dir(mtp_extract); mtp_extract.MtpExtractError; mtp_extract.bench\n"
-        "assert not {'torch', 'transformers', 'matplotlib', 'huggingface_hub'} & set(sys.modules)"
+        "assert not {'numpy', 'torch', 'transformers', 'matplotlib', 'huggingface_hub'} & set(sys.modules)"
     )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_library_does_not_need_the_packages_of_its_commands() -> None:
+    """Whoever calls a function parses no command line."""
+    package = Path(mtp_extract.__file__).parent
+    for file in package.rglob("*.py"):
+        if file.parent.name != "cli":
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"^ *(import|from) (click|typer)\b", text, re.MULTILINE), file
+    plans = [f"{room}.plan" for room in ("doctor", "pipeline", "serving", "tuning", "validation")]
+    names = [f"mtp_extract.{name}" for name in ("api", "options", "bundle", "pipeline.extraction", *plans)]
+    code = f"import sys, {', '.join(names)}; assert not {{'click', 'typer', 'rich', 'pydantic'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

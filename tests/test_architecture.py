@@ -86,7 +86,7 @@ def test_the_imports_are_seen() -> None:
     """The tests above are worth what this reading is: one of a function, one for type checkers, one of a module."""
     assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.validation.run"]
     assert "mtp_extract.checkpoint.weight" in imports()["mtp_extract.checkpoint.checkpoint"]
-    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract"]
+    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.api"]
     assert room_of("validation/report/verdict.py") == "validation/"
     assert room_of("validation/run.py") == "validation/"
 

@@ -21,7 +21,6 @@ from helpers.hub_fixtures import hub, published_repository  # noqa: F401 - a fix
 from helpers.hub_server import HubServer
 from helpers.model_server import model_server
 from helpers.prompt_files import few_of, write_prompts
-from typer.main import get_command
 
 import mtp_extract
 from mtp_extract.cli import COMMANDS
@@ -157,7 +156,7 @@ def check(command: Command, desk: Desk) -> None:
     own = called(command)
     if own is not None:
         name, arguments = own
-        get_command(importlib.import_module(f"mtp_extract.cli.{name}").app).make_context(name, list(arguments))
+        importlib.import_module(f"mtp_extract.cli.{name}").app.make_context(name, list(arguments))
         return
     words = command.words
     program = next((word for word in words if word in FLAGS), None)
@@ -294,9 +293,9 @@ def test_form(page: Path) -> None:
 
 def options() -> set[str]:
     """Of all commands."""
-    found = {"--help", "--version", "-h", "--install-completion"}
+    found = {"--help", "-h"}
     for name in COMMANDS:
-        command = get_command(importlib.import_module(f"mtp_extract.cli.{name}").app)
+        command = importlib.import_module(f"mtp_extract.cli.{name}").app
         found |= {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
     return found
 

@@ -12,13 +12,12 @@ import pytest
 from helpers.killing import killed_at
 from helpers.record_document import TUNING
 
-from mtp_extract import extract, validate
+from mtp_extract import convert, extract, validate
 from mtp_extract.errors import MtpExtractError, OutputError
 from mtp_extract.formats import FORMATS
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.place import check_place
 from mtp_extract.pipeline.check import ReadDirectory, recorded
-from mtp_extract.pipeline.writing import convert
 from mtp_extract.tuning.pair import write_made
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.validation.plan import ValidationPlan
@@ -139,7 +138,7 @@ def test_reports_keep_what_they_read(mine: Path, tmp_path: Path) -> None:
     prompts.write_text("prompts")
     (prompts.parent / "report.json").write_text("{}")
     with pytest.raises(OutputError, match=r"report.html, which is read"):
-        validate(ValidationPlan(str(mine), prompts=prompts, report=prompts.parent, overwrite=True))
+        validate(ValidationPlan(mine, base="base", prompts=prompts, report=prompts.parent, overwrite=True))
     assert prompts.read_text() == "prompts"
 
 

@@ -1,51 +1,31 @@
-"""How a command is made of a function and its plan, and how it is run.
+"""How a command is made of its function, its options and examples, and how it is run.
 
-Its options are the parameters of the function and the fields of its plan. Errors become one line on stderr and an exit
-status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
+Errors become one line on stderr and an exit status, never a traceback, unless ``MTP_EXTRACT_DEBUG=1`` asks for it.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import inspect
 import os
 import re
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from functools import partial
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import typer
-from typer.main import get_command
-from typer.models import ParameterInfo
+import click
 
 from mtp_extract._version import __version__
 from mtp_extract.cli import terminal
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.cli._completion import COMPLETION
+from mtp_extract.errors import MtpExtractError, PlanError, escape
 from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
-from mtp_extract.options import check_values
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+SETTINGS: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 """Of the context of every command."""
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
-
-
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"mtp-extract {__version__}")
-        raise typer.Exit
-
-
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)]
-_VERSION = inspect.Parameter("version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Version)
-
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print the proof, sizes and files, too.")]
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
 _LONGEST_MESSAGE = 4000
@@ -58,95 +38,76 @@ _OUT_OF_MEMORY = (
 # --- made
 
 
-def program(
-    command: Callable[..., None],
-    examples: Mapping[str, str],
-    *,
-    kept: str = "nothing was kept",
-    is_short: bool = False,
-    no_arguments_is_help: bool = True,
-) -> tuple[typer.Typer, Callable[..., None]]:
-    """A program of one command: as typer has it, and the function that runs it and exits.
+def _show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(f"mtp-extract {__version__}")
+        ctx.exit()
 
-    Args:
-        command: annotated as typer wants it; a parameter that is a plan stands for the fields of the plan that are.
-        examples: for its help: a command line → what that does.
-        kept, is_short: as :func:`run` explains them.
-        no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
-    """
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    settings: dict[str, Any] = {
-        "context_settings": SETTINGS,
-        "no_args_is_help": no_arguments_is_help,
-        "epilog": epilog_of(examples),
-    }
-    app.command(**settings)(_taking_fields(command))
-    return app, partial(run, app, kept=kept, is_short=is_short)
+
+_VERSION = click.Option(
+    ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
+)
+
+
+STANDARD = (_VERSION, *COMPLETION)
+"""Options of every command."""
+
+
+class Command(click.Command):
+    """A command of a function, whose docstring is its help; what makes no plan is wrong usage."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        parameters: Sequence[click.Parameter],
+        examples: Mapping[str, str],
+        *,
+        no_arguments_is_help: bool = True,
+    ) -> None:
+        """Make it.
+
+        Args:
+            function: called with the values of ``parameters``, by name.
+            examples: for the help: a command line → what that does.
+            no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
+        """
+        super().__init__(
+            function.__name__,
+            callback=function,
+            params=[*parameters, *STANDARD],
+            help=function.__doc__,
+            epilog=epilog_of(examples),
+            context_settings=dict(SETTINGS),
+            no_args_is_help=no_arguments_is_help,
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function.
+
+        Raises:
+            BadParameter: what it is to do is out of bounds, or does not go together.
+        """
+        try:
+            return super().invoke(ctx)
+        except PlanError as error:
+            named = [flag for name in error.remedies if (flag := flag_of(self, name))]
+            # Where its message begins with the name of a field, that is spelled as the option is.
+            message = re.sub(r"^\w+", lambda name: flag_of(self, name[0]) or name[0], str(error))
+            hint = ", ".join(f"'{flag}'" for flag in named)
+            raise click.BadParameter(message, ctx, param_hint=hint or None) from None
+
+
+def flag_of(command: click.Command, name: str) -> str | None:
+    """How ``command`` spells the option for the argument ``name`` of its function; None where it has none."""
+    for parameter in command.params:
+        if parameter.name == name and isinstance(parameter, click.Option):
+            return max(parameter.opts, key=len)
+    return None
 
 
 def epilog_of(examples: Mapping[str, str]) -> str:
-    """An epilog of examples, as they are: typer folds no paragraph that begins with a backspace."""
+    """An epilog of examples, as they are: click folds no paragraph that begins with a backspace."""
     return "\n".join(["\b\nExamples:", *(f"  {line}\n      {what}" for line, what in examples.items())])
-
-
-def _taking_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, called with the fields of its plans in place of the plans."""
-    parameters = inspect.signature(command, eval_str=True).parameters
-    plans = {name: list(_fields(one.annotation)) for name, one in parameters.items() if is_dataclass(one.annotation)}
-    shown = [option for name, one in parameters.items() for option in plans.get(name, [one])] + [_VERSION]
-
-    def run(**given: Any) -> None:
-        values = {name: value for name, value in given.items() if name != _VERSION.name}
-        for name, options in plans.items():
-            told = {option.name: values.pop(option.name) for option in options}
-            values[name] = _made(parameters[name].annotation, told, {option.name: _flag(option) for option in options})
-        command(**values)
-
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in shown]
-    )
-    run.__annotations__ = {option.name: option.annotation for option in shown}
-    run.__doc__ = command.__doc__
-    return run
-
-
-def _fields(plan: Any) -> Iterator[inspect.Parameter]:
-    """The fields of ``plan`` that are annotated for typer, as parameters that it takes."""
-    for field in inspect.signature(plan, eval_str=True).parameters.values():
-        kind, *told = get_args(field.annotation) if get_origin(field.annotation) is Annotated else (None,)
-        info, default = next((one for one in told if isinstance(one, ParameterInfo)), None), field.default
-        if info is None:
-            continue
-        if default is inspect.Parameter.empty and type(None) in get_args(kind):
-            default = None
-        if info.parser is not None:
-            # What is parsed is one word, by default too.
-            kind, default = str | None, ",".join(map(str, default)) if isinstance(default, tuple) else default
-        elif get_origin(kind) is Sequence:
-            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-        yield field.replace(default=default, annotation=Annotated[kind, info])
-
-
-def _flag(option: inspect.Parameter) -> str:
-    """How ``option`` is spelled."""
-    made = option.annotation.__metadata__[0]
-    # What typer is given first it takes for a default, until it reads the annotation.
-    flags = [flag for flag in (made.default, *(made.param_decls or ())) if isinstance(flag, str)]
-    return max(flags or [f"--{option.name.replace('_', '-')}"], key=len)
-
-
-def _made(plan: Any, told: Mapping[str, Any], flags: Mapping[str, str]) -> Any:
-    """``plan`` of what typer parsed; wrong usage where a value is out of bounds."""
-    try:
-        made = plan(**{name: tuple(value) if isinstance(value, list) else value for name, value in told.items()})
-        check_values(made)
-    except MtpExtractError as error:
-        hint = ", ".join(f"'{flags[name]}'" for name in error.remedies if flags.get(name, "")[:2] == "--")
-        raise typer.BadParameter(str(error), param_hint=hint or None) from None
-    except ValueError as error:
-        # Its message begins with the field's name.
-        raise typer.BadParameter(re.sub(r"^\w+", lambda name: flags.get(name[0], name[0]), str(error))) from None
-    return made
 
 
 # --- run
@@ -163,7 +124,7 @@ def command_line() -> str:
 
 
 def run(
-    app: typer.Typer,
+    app: click.Command,
     *,
     kept: str = "nothing was kept",
     is_short: bool = False,
@@ -197,7 +158,7 @@ def run(
     status = 0
     try:
         try:
-            app(args=arguments, prog_name=called)
+            app.main(arguments, called)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -240,12 +201,17 @@ def _failed(message: str, status: int = 1) -> int:
     return status
 
 
-def _naming_options(error: MtpExtractError, app: typer.Typer) -> str:
+def _naming_options(error: MtpExtractError, app: click.Command) -> str:
     """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
-    options = {parameter.name: max(parameter.opts, key=len) for parameter in get_command(app).params}
-    # Of a command that writes nothing but a report, that is what may be put elsewhere.
-    options.setdefault("out", options.get("report", ""))
-    remedies = (remedy.partition("=") for remedy in error.remedies)
-    named = [f"{options[name]} {value}".rstrip() for name, _, value in remedies if options.get(name, "")[:2] == "--"]
+    named = []
+    for remedy in error.remedies:
+        name, _, value = remedy.partition("=")
+        # Of a command that writes nothing but a report, that is what may be put elsewhere.
+        flag = flag_of(app, name) or (flag_of(app, "report") if name == "out" else None)
+        if flag is not None:
+            named.append(f"{flag} {value}".rstrip())
+    if not named:
+        return str(error)
     text = str(error)
-    return f"{text.removesuffix('.')} ({', '.join(named)}){'.' * text.endswith('.')}" if named else text
+    end = "." if text.endswith(".") else ""
+    return f"{text.removesuffix('.')} ({', '.join(named)}){end}"

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from mtp_extract.cli._command import AsJson, program
+from click import Argument, FloatRange, IntRange, Option
+
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import API_KEY, AS_JSON, MODEL, PROMPTS
 from mtp_extract.cli.terminal import doing_unless, progress_lines, say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
+_OPTIONS = (
+    Argument(["url"], metavar="URL", help="An OpenAI-compatible server: http://localhost:8000."),
+    Option(
+        ["--baseline"], metavar="URL", help="The same server started without a drafter, asked in turn with the first."
+    ),
+    PROMPTS,
+    MODEL,
+    API_KEY,
+    Option(["--max-tokens"], type=IntRange(1), default=128, metavar="N", help="Most tokens of an answer."),
+    Option(
+        ["--temperature"], type=FloatRange(0), default=0.0, metavar="X", help="Temperature; at 0 texts are compared."
+    ),
+    Option(["--concurrency"], type=IntRange(1, 64), default=1, metavar="N", help="Requests in flight at a time."),
+    Option(
+        ["--chat-template/--no-chat-template"], default=True, help="Send prompts as chats, or as text to be continued."
+    ),
+    AS_JSON,
+)
 
-def bench_command(plan: BenchPlan, print_json: AsJson = False) -> None:
+
+def bench_command(*, print_json: bool, **values: Any) -> None:
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
     It prints tokens/s with the drafter, and without it if --baseline names a server that has none; and drafts and
@@ -30,7 +53,7 @@ def bench_command(plan: BenchPlan, print_json: AsJson = False) -> None:
     try:
         # Nothing is printed within: the bar is gone when the verdict comes.
         with progress_lines(print_json, "window") as show:
-            result = bench(replace(plan, say=doing_unless(print_json), show=show, rescue=saved.append))
+            result = bench(BenchPlan(**values, say=doing_unless(print_json), show=show, rescue=saved.append))
     except BaseException:
         for measured in saved:
             print_result(measured)
@@ -43,4 +66,5 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app, main = program(bench_command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app = Command(bench_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, kept="what was measured until then is above, if anything was")

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+from functools import partial
+from typing import Any
 
-import typer
+from click import Argument, IntRange, Option
 
-from mtp_extract.cli._command import AsJson, program
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import API_KEY, AS_JSON, CHAT_TEMPLATE, DEVICE, MODEL, PROMPTS, base_option
 from mtp_extract.cli.terminal import doing_unless, say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
-from mtp_extract.evaluation.extras import require
-from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.validation.plan import MOST_STEPS
+
+_OPTIONS = (
+    Argument(["place"], metavar="DIR", help="A drafter's directory, .gguf or id on the Hub."),
+    base_option(required=True),
+    Option(["--server"], metavar="URL", help="An OpenAI-compatible server with that pair: http://localhost:8000."),
+    PROMPTS,
+    MODEL,
+    API_KEY,
+    Option(["--max-tokens"], type=IntRange(8), default=64, metavar="N", help="Most tokens of an answer."),
+    Option(
+        ["--drafts"],
+        type=IntRange(1, MOST_STEPS),
+        metavar="N",
+        help="Drafts a round; by default as many as the server's counters say, or 3.",
+    ),
+    CHAT_TEMPLATE,
+    DEVICE,
+    AS_JSON,
+)
 
 
-def doctor_command(plan: DoctorPlan, print_json: AsJson = False) -> None:
+def doctor_command(*, print_json: bool, **values: Any) -> None:
     """Find out why a server rejects drafts: whether the pair fits, what is expected, what is served, which fault it is.
 
     The exit status is 1 if drafter and base do not fit.
     """
-    path = Path(checkpoint_here(plan.place))
-    require("torch", "transformers")
-
-    from mtp_extract.doctor.run import diagnose
+    from mtp_extract.api import diagnose
     from mtp_extract.doctor.verdict import diagnosis_tables
     from mtp_extract.report.page import plain_json
 
-    diagnosis = diagnose(plan, path, doing_unless(print_json))
+    diagnosis = diagnose(DoctorPlan(**values), doing_unless(print_json))
     if print_json:
         write_json(plain_json(diagnosis))
     else:
         say_report(plain_json(diagnosis), diagnosis_tables(diagnosis))
     if diagnosis.outcome == "does not fit":
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 _EXAMPLES = {
@@ -39,4 +57,5 @@ _EXAMPLES = {
     "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
 }
 
-app, main = program(doctor_command, _EXAMPLES)
+app = Command(doctor_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app)

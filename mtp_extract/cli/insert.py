@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+from click import Argument, BadParameter, Option
 
-from mtp_extract.cli._command import AsJson, program
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import AS_JSON, PATH
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -15,43 +17,39 @@ from mtp_extract.errors import escape
 if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 
+_OPTIONS = (
+    Argument(
+        ["source"],
+        metavar="DIR",
+        help="A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
+        "transformers writes it.",
+    ),
+    Argument(["bundle"], metavar="BUNDLE", help="The .litertlm that they go into; the file itself stays as it is."),
+    Option(["-o", "--out"], type=PATH, metavar="NEW.litertlm", help="The new bundle."),
+    Option(
+        ["--graph-from"],
+        metavar="FILE",
+        help="The .litertlm or .tflite whose drafter is added to a bundle without one.",
+    ),
+    Option(
+        ["--base"],
+        metavar="MODEL",
+        help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
+        "measure what their grids cut off.",
+    ),
+    Option(["--dry-run"], is_flag=True, help="List what would change; write nothing."),
+    Option(["--overwrite"], is_flag=True, help="Replace NEW.litertlm if it is there."),
+    Option(["--force"], is_flag=True, help="Write NEW.litertlm even if a base loses over a tenth of a weight."),
+    AS_JSON,
+)
+
 
 def insert_command(
-    *,
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
-            "transformers writes it.",
-            metavar="DIR",
-        ),
-    ],
-    bundle: Annotated[
-        str, typer.Argument(help="The .litertlm that they go into; the file itself stays as it is.", metavar="BUNDLE")
-    ],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The new bundle.", metavar="NEW.litertlm")] = None,
-    graph_from: Annotated[
-        str | None,
-        typer.Option(help="The .litertlm or .tflite whose drafter is added to a bundle without one.", metavar="FILE"),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
-            "measure what their grids cut off.",
-            metavar="MODEL",
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would change; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write NEW.litertlm even if a base loses over a tenth of a weight.")
-    ] = False,
-    print_json: AsJson = False,
+    source: str, bundle: str, out: Path | None, *, dry_run: bool, force: bool, print_json: bool, **values: Any
 ) -> None:
     """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
-        raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
+        raise BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
@@ -62,10 +60,8 @@ def insert_command(
             bundle,
             out,
             dry_run=dry_run,
-            graph_from=graph_from,
-            base=base,
-            overwrite=overwrite,
             force=force,
+            **values,
             say=doing_unless(print_json),
             show=show,
             progress=tick,
@@ -111,4 +107,5 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app, main = program(insert_command, _EXAMPLES, is_short=True)
+app = Command(insert_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, is_short=True)

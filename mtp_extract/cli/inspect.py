@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from click import Argument, Option
 
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.cli._command import AsJson, program
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import AS_JSON, PATH
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
@@ -21,39 +23,36 @@ if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
 
 
+_OPTIONS = (
+    Argument(
+        ["source"],
+        metavar="SOURCE",
+        help="A .litertlm or a .tflite: a path, ORG/NAME[@REVISION][/FILE] of the Hugging Face Hub, or a URL; or a "
+        "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
+    ),
+    Option(["--tensors"], is_flag=True, help="List every tensor."),
+    Option(
+        ["--graph"],
+        is_flag=True,
+        help="List what every operator is read as, up to a refusal; then every role and every other constant.",
+    ),
+    Option(
+        ["--skeleton"],
+        type=PATH,
+        metavar="OUT.zip",
+        help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
+    ),
+    Option(
+        ["--against"],
+        metavar="SOURCE|DIR|ORG/NAME",
+        help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
+    ),
+    AS_JSON,
+)
+
+
 def inspect_command(
-    *,
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A .litertlm or a .tflite: a path, ORG/NAME[@REVISION][/FILE] of the Hugging Face Hub, or a URL; or a "
-            "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
-            metavar="SOURCE",
-        ),
-    ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    graph: Annotated[
-        bool,
-        typer.Option(
-            "--graph",
-            help="List what every operator is read as, up to a refusal; then every role and every other constant.",
-        ),
-    ] = False,
-    skeleton: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
-            metavar="OUT.zip",
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
-            metavar="SOURCE|DIR|ORG/NAME",
-        ),
-    ] = None,
-    print_json: AsJson = False,
+    source: str, *, tensors: bool, graph: bool, skeleton: Path | None, against: str | None, print_json: bool
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or check and show what a checkpoint holds."""
     from mtp_extract.api import inspect
@@ -233,4 +232,5 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app, main = program(inspect_command, _EXAMPLES, is_short=True)
+app = Command(inspect_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, is_short=True)

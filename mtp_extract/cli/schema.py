@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import get_args
 
-import typer
+from click import Argument, Choice
 
-from mtp_extract.cli._command import program
+from mtp_extract.cli._command import Command, run
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import RecordName, schema
 
+_OPTIONS = (
+    Argument(["name"], type=Choice(get_args(RecordName)), metavar="NAME", help="Record whose schema is printed."),
+)
 
-def schema_command(
-    name: Annotated[RecordName, typer.Argument(help="Record whose schema is printed.", metavar="NAME")],
-) -> None:
+
+def schema_command(name: str) -> None:
     """Print the JSON schema of extraction.json, report.json, or what mtp-bench or mtp-doctor prints with --json."""
     write_json(schema(name))
 
@@ -23,4 +26,5 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app, main = program(schema_command, _EXAMPLES, is_short=True)
+app = Command(schema_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, is_short=True)

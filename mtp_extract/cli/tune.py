@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
+from click import Argument, Choice, FloatRange, IntRange, Option
 
-from mtp_extract.cli._command import program
+from mtp_extract.api import tune
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import DEVICE, OVERWRITE, PATH, base_option
 from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
 from mtp_extract.errors import escape
-from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
-from mtp_extract.tuning.run import run_tuning
+from mtp_extract.tuning.plan import EAGLE3, ORDERED, Mode, TuningPlan
 
 if TYPE_CHECKING:
     from mtp_extract.evaluation.intervals import Interval
@@ -26,7 +29,68 @@ if TYPE_CHECKING:
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
-def tune_command(plan: TuningPlan) -> None:
+_OPTIONS = (
+    Argument(
+        ["directory"],
+        type=PATH,
+        required=False,
+        metavar="[DIR]",
+        help="The drafter: extracted, an official assistant, or a head; or its Hub id.",
+    ),
+    base_option(required=True),
+    Option(
+        ["-o", "--out"], type=PATH, metavar="DIR", help="Where the result goes; by default DIR-tuned or MODEL-eagle3."
+    ),
+    Option(["--work"], type=PATH, metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
+    Option(
+        ["--mode"],
+        type=Choice(get_args(Mode)),
+        default="norms",
+        help="What to train. norms: norms and layer scalars. qat: also the codes, on the stored grid. float: every "
+        "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out.",
+    ),
+    Option(
+        ["--prompts"], type=PATH, metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."
+    ),
+    Option(
+        ["--text"],
+        type=PATH,
+        metavar="FILE",
+        help="Texts by people instead, or prompts with answers, in the same forms.",
+    ),
+    Option(["--text-from"], metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."),
+    Option(["--text-model"], metavar="NAME", help="Name of the model on the server; needed if it serves several."),
+    Option(
+        ["--new-tokens"], type=IntRange(2), default=256, metavar="N", help="Most tokens of each of the base's texts."
+    ),
+    Option(
+        ["--temperature"],
+        type=FloatRange(0, 100),
+        default=0.0,
+        metavar="X",
+        help="Temperature of serving and of the base's text; 0 is greedy.",
+    ),
+    Option(["--chat-template/--no-chat-template"], default=True, help="Put prompts into the base's chat format."),
+    Option(["--draft-steps"], type=IntRange(1), default=3, metavar="N", help="Drafts a round to train for."),
+    Option(
+        ["--steps"], type=IntRange(1), metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."
+    ),
+    Option(["--batch"], type=IntRange(1), default=16, metavar="N", help="Texts a step, of all processes together."),
+    Option(["--learning-rate"], type=FloatRange(0), metavar="X", help="Rate; by default the mode's own, by width."),
+    Option(
+        ["--draft-vocab"],
+        type=IntRange(1),
+        default=32000,
+        metavar="N",
+        help="Tokens that an eagle3 head can propose, the most frequent ones.",
+    ),
+    DEVICE,
+    Option(["--force"], is_flag=True, help="Save the result even if it is not better."),
+    OVERWRITE,
+)
+
+
+def tune_command(**values: Any) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or make a new head.
 
     The result is saved only if, on held-out text, it needs significantly fewer rounds, gets worse on no workload, and
@@ -34,11 +98,12 @@ def tune_command(plan: TuningPlan) -> None:
     dense one does. Otherwise the exit status is 1; --force saves it anyway. Ctrl-C ends the training and measures the
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
+    plan = TuningPlan(**values)
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     try:
         with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
-            outcome = run_tuning(plan, doing, show, stop)
+            outcome = tune(plan, doing, show, stop)
     except BaseException:
         if first and any(plan.kept_in.glob("*.jsonl")):
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
@@ -49,7 +114,7 @@ def tune_command(plan: TuningPlan) -> None:
         if first:
             why = "nothing changed" if _is_unchanged(outcome, plan) else "; ".join(outcome.refused)
             error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 @contextmanager
@@ -167,6 +232,5 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app, main = program(
-    tune_command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped"
-)
+app = Command(tune_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")

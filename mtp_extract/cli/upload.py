@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from click import Argument, Option
 
-from mtp_extract.cli._command import program
+from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._options import PATH
 from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
 from mtp_extract.report.card import CardWords
 
+if TYPE_CHECKING:
+    from mtp_extract.hub.upload import UploadResult
+
+
+_OPTIONS = (
+    Argument(["directory"], type=PATH, metavar="DIR", help="Directory that mtp-extract wrote."),
+    Argument(["repository"], metavar="ORG/NAME", help="The repository on the Hub."),
+    Option(
+        ["--private/--public"],
+        default=True,
+        help="Visibility of a repository that is created; one that exists keeps its own.",
+    ),
+    Option(
+        ["--beside"],
+        is_flag=True,
+        help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
+    ),
+    Option(["--force"], is_flag=True, help="Write into a repository that holds other files (its history keeps them)."),
+    Option(["--dry-run"], is_flag=True, help="Check and list what would be sent, with sizes and hashes; send nothing."),
+    Option(["--license"], metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
+    Option(["--base-model"], metavar="ORG/NAME", help="The base's id on the Hub, for the card."),
+)
+
 
 def upload_command(
-    *,
-    directory: Annotated[Path, typer.Argument(help="Directory that mtp-extract wrote.", metavar="DIR")],
-    repository: Annotated[str, typer.Argument(help="The repository on the Hub.", metavar="ORG/NAME")],
-    private: Annotated[
-        bool,
-        typer.Option(
-            "--private/--public", help="Visibility of a repository that is created; one that exists keeps its own."
-        ),
-    ] = True,
-    beside: Annotated[
-        bool,
-        typer.Option(
-            "--beside",
-            help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
-        ),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write into a repository that holds other files (its history keeps them).")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and list what would be sent, with sizes and hashes; send nothing.")
-    ] = False,
-    card: CardWords,
+    directory: Path, repository: str, *, private: bool, beside: bool, force: bool, dry_run: bool, **card: str | None
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
@@ -44,9 +47,16 @@ def upload_command(
     card that is sent states the figures; one that was changed by hand is sent as it is. An upload that was interrupted
     is resumed by running it again. The token is the one that 'hf auth login' or HF_TOKEN left.
     """
-    from mtp_extract.hub.upload import upload
+    from mtp_extract.api import upload
 
-    result = upload(directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=card)
+    result = upload(
+        directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=CardWords(**card)
+    )
+    _show(result)
+
+
+def _show(result: UploadResult) -> None:
+    """What was sent, or would be, file by file, and where it can be seen."""
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:
@@ -68,4 +78,5 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app, main = program(upload_command, _EXAMPLES)
+app = Command(upload_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app)

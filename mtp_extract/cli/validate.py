@@ -3,31 +3,64 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import typer
+from click import Argument, IntRange, Option
 
-from mtp_extract.cli._command import AsJson, command_line, program
-from mtp_extract.cli.terminal import (
-    doing_unless,
-    error,
-    progress_lines,
-    say,
-    say_all,
-    say_notes,
-    table,
-    write_json,
-)
+from mtp_extract.cli._command import Command, command_line, run
+from mtp_extract.cli._options import AS_JSON, CHAT_TEMPLATE, DEVICE, PATH, PROMPTS, WholeNumbers, base_option
+from mtp_extract.cli.terminal import doing_unless, error, progress_lines, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
-from mtp_extract.validation.plan import ValidationPlan
+from mtp_extract.validation.plan import MOST_STEPS, ValidationPlan
 
 if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
 
-def validate_command(plan: ValidationPlan, print_json: AsJson = False) -> None:
+_OPTIONS = (
+    Argument(
+        ["directory"],
+        type=PATH,
+        required=False,
+        metavar="[DIR]",
+        help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.",
+    ),
+    base_option(required=False),
+    Option(["--beside"], type=PATH, metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
+    Option(
+        ["--source"], metavar="FILE", help="The .litertlm it was extracted from, to prove that this is its drafter."
+    ),
+    Option(["--sample"], is_flag=True, help="Validate the sample that comes with mtp-extract."),
+    PROMPTS,
+    Option(
+        ["--draft-steps"],
+        type=WholeNumbers(),
+        default="1,2,4,8",
+        metavar="K,…",
+        help=f"Numbers of drafts a round, up to {MOST_STEPS}.",
+    ),
+    Option(
+        ["--tree", "trees"],
+        multiple=True,
+        metavar="TREE",
+        help="Tree of drafts to measure too: 4x2x1 is four drafts, two after each, one after each of those; or "
+        "adaptive, a chain whose length follows acceptance. May be repeated.",
+    ),
+    DEVICE,
+    Option(["--new-tokens"], type=IntRange(3), default=64, metavar="N", help="Most tokens the base adds to a prompt."),
+    Option(["--batch"], type=IntRange(1), default=16, metavar="N", help="Prompts at a time."),
+    CHAT_TEMPLATE,
+    Option(["--report"], type=PATH, metavar="DIR", help="Write report.html, report.json and pair.json there."),
+    Option(["--overwrite"], is_flag=True, help="Replace an older report."),
+    AS_JSON,
+)
+
+
+def validate_command(*, print_json: bool, **values: Any) -> None:
     """Check a drafter against its bundle (--source), and measure acceptance with its base (--base).
 
     The exit status is 1 also if a check refutes the drafter.
@@ -36,7 +69,7 @@ def validate_command(plan: ValidationPlan, print_json: AsJson = False) -> None:
     from mtp_extract.report.page import plain_json
 
     saved: list[Validation] = []
-    run_plan = replace(plan, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
+    plan = ValidationPlan(**values, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
     with ExitStack() as bar:
         show = bar.enter_context(progress_lines(print_json, "batch"))
 
@@ -49,7 +82,7 @@ def validate_command(plan: ValidationPlan, print_json: AsJson = False) -> None:
                 _show(validation)
 
         try:
-            result = validate(replace(run_plan, show=show), print_result)
+            result = validate(replace(plan, show=show), print_result)
         except BaseException:
             for measured in saved:
                 print_result(measured)
@@ -58,7 +91,7 @@ def validate_command(plan: ValidationPlan, print_json: AsJson = False) -> None:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if result.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _show(validation: Validation) -> None:
@@ -87,4 +120,5 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app, main = program(validate_command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app = Command(validate_command, _OPTIONS, _EXAMPLES)
+main = partial(run, app, kept="what was measured until then is above, if anything was")

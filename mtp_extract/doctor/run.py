@@ -34,7 +34,7 @@ _DRAFTS = 3  # a round, where nothing says how many
 _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
 
 
-def diagnose(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
+def run_diagnosis(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
     """Look at the pair, at what is expected of it, and at what is served.
 
     Args:

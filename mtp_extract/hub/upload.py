@@ -150,7 +150,7 @@ def _verdict_of_report(folder: Path) -> Verdict:
         raise CheckpointError(f"{escape(folder / REPORT)}: {lacks}") from error
 
 
-def upload(
+def upload_directory(
     directory: str | os.PathLike[str],
     repo_id: str,
     *,
@@ -159,32 +159,13 @@ def upload(
     force: bool = False,
     dry_run: bool = False,
     token: str | None = None,
-    card: CardWords = UNSAID,
+    words: CardWords = UNSAID,
 ) -> UploadResult:
-    """Publish a checkpoint directory.
-
-    The files appear in one commit, all or none. Large files that arrived before an interruption are not sent again.
-
-    Args:
-        directory: what mtp-extract wrote, with a validation report or without.
-        repo_id: ``org/name``.
-        private: visibility of a repository that has to be created; one that exists keeps its own.
-        beside: send the one file of a GGUF alone into a repository that exists, such as its base's; what is there
-            stays, its card too.
-        force: write into a repository that holds other content: files of the same name are replaced (the
-            history keeps them), others stay.
-        dry_run: check and list, and ask nobody.
-        token: None for the one that ``hf auth login`` or ``HF_TOKEN`` left.
-        card: what the card is to say.
-
-    Raises:
-        CheckpointError: the directory does not match its ``extraction.json``.
-        HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
-    """
+    """Publish a checkpoint directory: as :func:`mtp_extract.upload` explains it; ``words`` are for its card."""
     _check_name(repo_id)
-    adds, notes = plan_upload(directory, card)
+    adds, notes = plan_upload(directory, words)
     if beside:
-        adds = _gguf_alone(directory, adds, card)
+        adds = _gguf_alone(directory, adds, words)
         notes = tuple(note for note in notes if not note.startswith(CARD))
     files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
     paths = tuple(file.path for file in files)

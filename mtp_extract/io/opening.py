@@ -170,8 +170,6 @@ def checkpoint_here(
         SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
         CheckpointError: it is a LoRA adapter.
     """
-    from huggingface_hub import constants, snapshot_download
-
     # A Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
     folder = None if os.path.lexists(text) else parse_address(text)
@@ -182,6 +180,9 @@ def checkpoint_here(
         if os.path.isdir(text):
             _check_merged(escape(text), os.listdir(text))
         return text
+
+    from huggingface_hub import constants, snapshot_download
+
     folder = replace(folder, path=f"{folder.path.rstrip('/')}/" if folder.path else "")
     if or_bundle or not constants.HF_HUB_OFFLINE:
         sizes = _sizes(folder, None)

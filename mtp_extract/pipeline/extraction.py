@@ -19,13 +19,14 @@ from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, constant_weight
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.formats import EVERY
+from mtp_extract.io.opening import Named
 from mtp_extract.io.place import check_place
 from mtp_extract.io.source import Progress, Source, nothing_shown
 from mtp_extract.litertlm.holes import missing_rows, zero_pages
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.storage import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
-from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.unproven import offering_unproven, read_unproven
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
@@ -53,14 +54,11 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
     return Checkpoint(drafter.config, MappingProxyType(tensors), "f32", activations=activations)
 
 
-def extract(
-    source: str | os.PathLike[str] | Source | Opened,
-    out: str | os.PathLike[str] | None = None,
+def extract_drafter(
+    source: Named | Source | Opened,
+    out: str | os.PathLike[str] | None,
+    plan: WritingPlan,
     *,
-    format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: DtypeName | None = None,
-    codes: bool = False,
-    quantize: RuleName | None = None,
     overwrite: bool = False,
     sliding_window: int | None = None,
     unproven: bool = False,
@@ -68,29 +66,7 @@ def extract(
     signature: str | None = None,
     progress: Progress = nothing_shown,
 ) -> ExtractionResult:
-    """Extract the drafter of ``source`` into the directory ``out``.
-
-    Args:
-        source: a path, an id of the Hub, a URL, or something already opened, as
-            :func:`~mtp_extract.bundle.open_source` takes it.
-        out: a directory that does not exist yet; by default :func:`default_directory`.
-        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's, whose best it then is; by default
-            "transformers".
-        dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
-        codes: write ``codes/codes.safetensors`` too: integers, scales and zero points of what is written in floats.
-        quantize: a name in :data:`mtp_extract.checkpoint.rounding.RULES`: round matrices that have no codes by it.
-        overwrite: replace ``out`` if it is a checkpoint of ours.
-        sliding_window: used only where the file leaves the window to the runtime.
-        unproven: where the graph cannot be proven, take what can be read of it, and record why it is not proven.
-        section, signature: as for :func:`~mtp_extract.bundle.open_bundle`, for what is not open yet.
-        progress: called with bytes done and bytes in all.
-
-    Raises:
-        SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
-            nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``.
-    """
-    plan = WritingPlan(format, dtype, codes, quantize)
+    """Extract the drafter of ``source`` into the directory ``out``: as :func:`mtp_extract.extract` explains it."""
     name = plan.choose()
     # os.path: a name that no system takes is no directory, and is refused where it is opened.
     if isinstance(source, (str, os.PathLike)) and os.path.isdir(source):

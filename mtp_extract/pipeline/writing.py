@@ -25,11 +25,10 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.io.address import name_of
-from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.place import InputPaths, check_place, staged
 from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.pipeline.check import CARD, RECORD, ReadDirectory, files_in, read_record, recorded, with_record
-from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.report.card import model_card, roundings
 
 
@@ -169,35 +168,15 @@ def write(
         )
 
 
-def convert(
-    directory: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
+def convert_checkpoint(
+    directory: Path,
+    out: str | os.PathLike[str] | None,
+    plan: WritingPlan,
     *,
-    format: str | None = None,  # noqa: A002 - the command's word for it
-    dtype: DtypeName | None = None,
-    codes: bool = False,
-    quantize: RuleName | None = None,
     overwrite: bool = False,
     progress: Progress = nothing_shown,
 ) -> ExtractionResult:
-    """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
-
-    Args:
-        directory: what :func:`~mtp_extract.pipeline.extraction.extract` or this function wrote, which is
-            then held against its record first; an official assistant as transformers has it; or a ``.gguf``.
-        out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
-        format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
-        dtype, codes, quantize, overwrite, progress: as for extracting.
-
-    Raises:
-        CheckpointError: the directory is damaged, or holds no drafter.
-        UnsupportedError, OutputError: as their names say; nothing is left behind.
-        ValueError: an unknown ``format``, ``dtype`` or ``quantize``, or no format.
-    """
-    if format is None:
-        raise ValueError("format: expected one, or the engine that is to load it; found none.")
-    plan = WritingPlan(format, dtype, codes, quantize)
-    directory = Path(checkpoint_here(directory))
+    """Write the drafter in ``directory`` to ``out`` as ``plan`` says: :func:`mtp_extract.convert` explains it."""
     place, name = with_record(directory), name_of(directory)
     chosen = plan.choose(EVERY[format_of(place).name].architecture)
     target = Path(out if out is not None else f"{Path(name).stem if directory.is_file() else name}-{chosen}")

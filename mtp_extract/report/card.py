@@ -10,11 +10,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
-from mtp_extract.errors import escape
+from mtp_extract.errors import PlanError, escape
 from mtp_extract.formats import EVERY, architecture_in
 from mtp_extract.io.address import HubAddress
 from mtp_extract.io.typed import Excerpt
@@ -59,21 +57,17 @@ class CardWords:
     """What whoever publishes a checkpoint says on its card; None where the record says it.
 
     Raises:
-        ValueError: one of them is nothing of the kind.
+        PlanError: one of them is nothing of the kind.
     """
 
-    license: Annotated[
-        str | None, typer.Option(help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …", metavar="ID")
-    ] = None
-    base_model: Annotated[
-        str | None, typer.Option(help="The base's id on the Hub, for the card.", metavar="ORG/NAME")
-    ] = None
+    license: str | None = None  # as the Hub calls it: apache-2.0, gemma, …
+    base_model: str | None = None  # the base's id on the Hub
 
     def __post_init__(self) -> None:
         if self.license is not None and not _LICENSE_ID.fullmatch(self.license):
-            raise ValueError(f"license {escape(self.license)!r}: expected the Hub's name of one, such as apache-2.0.")
+            raise PlanError(f"license {escape(self.license)!r}: expected the Hub's name of one, such as apache-2.0.")
         if self.base_model is not None and not _HUB_ID.fullmatch(self.base_model):
-            raise ValueError(f"base_model {escape(self.base_model)!r}: expected an id of the Hub, ORG/NAME.")
+            raise PlanError(f"base_model {escape(self.base_model)!r}: expected an id of the Hub, ORG/NAME.")
 
 
 UNSAID = CardWords()

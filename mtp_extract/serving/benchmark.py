@@ -27,7 +27,6 @@ from mtp_extract.evaluation.intervals import IntervalEnds, over_texts, ratio_bou
 from mtp_extract.evaluation.progress import report_each
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
-from mtp_extract.options import check_values
 from mtp_extract.serving.client import Answer, Server, counted_in, question
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
@@ -47,7 +46,6 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
     Raises:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
     """
-    check_values(plan)
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(all_prompts)}.values())[::-1]

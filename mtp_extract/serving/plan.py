@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
-
-import typer
-from msgspec import Meta
+from pathlib import Path
 
 from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.options import ApiKey, ServedModel, Workloads
+from mtp_extract.options import check_bounds
 from mtp_extract.serving.result import Benchmark
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure, of which server; ``key`` is sent to both servers."""
+    """What to measure, of which server: as :func:`~mtp_extract.api.bench` explains it."""
 
-    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server: http://localhost:8000.", metavar="URL")]
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="The same server started without a drafter, asked in turn with the first.", metavar="URL"),
-    ] = None
-    prompts: Workloads = None
-    model: ServedModel = None
-    key: ApiKey = field(default=None, repr=False)
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, metavar="N")] = 128
-    temperature: Annotated[float, typer.Option(help="Temperature; at 0 texts are compared.", min=0, metavar="X")] = 0.0
-    concurrency: Annotated[int, typer.Option(help="Requests in flight at a time.", min=1, max=64, metavar="N")] = 1
-    warm_up: Annotated[int, Meta(ge=0)] = 1
-    """Requests to each server that are not measured."""
-    chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or as text to be continued.")] = True
+    url: str
+    baseline: str | None = None
+    prompts: Path | None = None
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+    max_tokens: int = 128
+    temperature: float = 0.0
+    concurrency: int = 1
+    warm_up: int = 1
+    chat_template: bool = True
     say: Say = silent
     show: Show = silent
     rescue: Callable[[Benchmark], None] = silent
-    """Told what was measured so far, where an error or a signal ends it."""
+
+    def __post_init__(self) -> None:
+        """Raise PlanError where a number is out of bounds."""
+        check_bounds("max_tokens", self.max_tokens, least=1)
+        check_bounds("temperature", self.temperature, least=0)
+        check_bounds("concurrency", self.concurrency, least=1, most=64)
+        check_bounds("warm_up", self.warm_up, least=0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from mtp_extract.errors import MtpExtractError, escape
+from mtp_extract.errors import MtpExtractError, PlanError, escape
 
 _MOST_DRAFTS = 1024
 
@@ -32,13 +32,13 @@ class DraftTree:
         """``4x2x1``: four drafts after the pending token, two after each of these, one after each of those.
 
         Raises:
-            MtpExtractError: another notation, or too large a tree.
+            PlanError: another notation, or too large a tree.
         """
         is_tree = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
         tree = cls(tuple(map(int, text.split("x"))) if is_tree else ())
         if not 0 < tree.drafts <= _MOST_DRAFTS:
             what = f"a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}"
-            raise MtpExtractError(f"expected {what}. Give drafts after each draft.")
+            raise PlanError(f"expected {what}. Give drafts after each draft.")
         return tree
 
     @property

@@ -29,7 +29,8 @@ from mtp_extract.graph.forms import CacheAxes
 from mtp_extract.litertlm.storage import CODE_TYPES, Floats
 from mtp_extract.litertlm.tflite import Tensor
 from mtp_extract.pipeline.check import Check
-from mtp_extract.pipeline.extraction import extract
+from mtp_extract.pipeline.extraction import extract_drafter
+from mtp_extract.pipeline.plan import WritingPlan
 
 _LONGEST = 768  # slots; random contents of the 32003 of a published file prove nothing more
 # Real tokens bring numbers of a root mean square of 3.2 to E2B's input grid, which ends at 24.4. With twice as much,
@@ -244,7 +245,7 @@ def examined(name: str, what: str, examine: Examination, directory: Path, drafte
     if passed is False:
         with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
             place = Path(folder) / "sample"
-            extract(str(sample_bundle()), place, dtype="f32")
+            extract_drafter(sample_bundle(), place, WritingPlan(dtype="f32"))
             checks, _ = examine(place, load_drafter(place), opened.drafter())
         if not checks:
             passed, evidence = None, f"it fails with a drafter that is known to be right, too: {evidence}"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from msgspec import Meta
-
-from mtp_extract.evaluation.extras import require
 from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.options import BASE, ChatTemplate, Device, Replace, Workloads, check_values, whole_numbers
+from mtp_extract.options import check_bounds, require_that
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
 from mtp_extract.speculate.trees import DraftTree
 
@@ -26,57 +22,63 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """What to measure, what becomes of it, and who is told how far it is."""
+    """What to measure, and what becomes of it: as :func:`~mtp_extract.api.validate` explains it."""
 
-    directory: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.", metavar="DIR"
-        ),
-    ]
-    base: Annotated[str | None, BASE] = None
-    beside: Annotated[
-        Path | None, typer.Option(help="Another drafter of that base, to measure on the same texts.", metavar="DIR")
-    ] = None
-    source: Annotated[
-        str | None,
-        typer.Option(help="The .litertlm it was extracted from, to prove that this is its drafter.", metavar="FILE"),
-    ] = None
-    """Or a ``.tflite``, or an address."""
-    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False
-    """It is extracted first, and brings its base, its source and, unless given, prompts."""
-    prompts: Workloads = None
-    draft_steps: Annotated[
-        Sequence[int],
-        typer.Option(help="Numbers of drafts a round.", metavar="K,…", min=1, max=MOST_STEPS, parser=whole_numbers),
-    ] = (1, 2, 4, 8)
-    """Values of K to generate with; the largest is the number of steps of the agreement."""
-    trees: Annotated[
-        Sequence[str],
-        typer.Option(
-            "--tree",
-            help="Tree of drafts to measure too: 4x2x1 is four drafts, two after each, one after each of those; or "
-            "adaptive, a chain whose length follows acceptance. May be repeated.",
-            metavar="TREE",
-        ),
-    ] = ()
-    device: Device = "auto"
-    new_tokens: Annotated[int, typer.Option(help="Most tokens the base adds to a prompt.", min=3, metavar="N")] = 64
-    batch: Annotated[int, typer.Option(help="Prompts at a time.", min=1, metavar="N")] = 16
-    samples: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Random inputs for parity."""
-    timed: int = 5  # prompts to time
-    chat_template: ChatTemplate = True
-    report: Annotated[
-        Path | None, typer.Option(help="Write report.html, report.json and pair.json there.", metavar="DIR")
-    ] = None
-    overwrite: Replace = False
+    directory: Path | None
+    base: str | None = None
+    beside: Path | None = None
+    source: str | None = None
+    sample: bool = False
+    prompts: Path | None = None
+    draft_steps: Sequence[int] = (1, 2, 4, 8)
+    trees: Sequence[str] = ()
+    device: str = "auto"
+    new_tokens: int = 64
+    batch: int = 16
+    samples: int = 16
+    timed: int = 5
+    chat_template: bool = True
+    report: Path | None = None
+    overwrite: bool = False
     command: str | None = None
-    """How it was asked for, as the report says it."""
     say: Say = silent
     show: Show = silent
     rescue: Callable[[Any], None] = silent
-    """Told the Validation as far as it came, where an error or a signal ends it."""
+
+    def __post_init__(self) -> None:
+        """Raise PlanError where a number is out of bounds, fields do not go together, or a tree is none."""
+        check_bounds("new_tokens", self.new_tokens, least=3)
+        check_bounds("batch", self.batch, least=1)
+        check_bounds("samples", self.samples, least=1, most=4096)
+        for steps in self.draft_steps:
+            check_bounds("draft_steps", steps, least=1, most=MOST_STEPS)
+        require_that(len(self.draft_steps) > 0, "a number of draft steps, found none. Give one.", "draft_steps")
+        # What is given twice is said before what is missing.
+        self._check_what_for()
+        self._check_trees()
+
+    def _check_what_for(self) -> None:
+        """Whether one drafter is named, and what to validate it against."""
+        one_drafter = (self.directory is None) == self.sample
+        require_that(one_drafter, "either a drafter's directory or the sample. Give one of the two.", "sample")
+        alone = not (self.sample and (self.base or self.source))
+        brings = "the sample alone: it brings its own base and source. Leave these out."
+        require_that(alone, brings, "base", "source")
+        against = self.sample or self.base or self.source
+        neither = "a base, a source or both, found neither. Give what to validate against."
+        require_that(bool(against), neither, "base", "source")
+
+    def _check_trees(self) -> None:
+        """Whether trees are some, and whether there is a base to measure what needs one."""
+        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
+        names = [name for name, value in measured.items() if value]
+        has_base = self.sample or self.base is not None
+        missing = f"a base to measure {' and '.join(names)} with, found none. Give it."
+        require_that(has_base or not names, missing, "base")
+        # A number is the name of a chain.
+        are_trees = not any(text.isdecimal() for text in self.trees)
+        number = "a tree such as 4x2x1, found a number alone. Give it two depths, or K as a draft step."
+        require_that(are_trees, number, "trees")
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
@@ -93,39 +95,17 @@ class ValidationPlan:
         adaptive = AdaptiveDrafts(max(self.draft_steps, default=1))
         return {text: adaptive if text == ADAPTIVE else DraftTree.parse(text) for text in self.trees}
 
-    def wrong(self) -> Iterator[tuple[str, ...]]:
-        """What was expected, and what to change."""
-        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
-        names = [name for name, value in measured.items() if value]
-        if (self.directory is None) != self.sample:
-            yield "either a drafter's directory or the sample. Give one of the two.", "sample"
-        if self.sample and (self.base or self.source):
-            yield "the sample alone: it brings its own base and source. Leave these out.", "base", "source"
-        if not (self.sample or self.base or self.source):
-            yield "a base, a source or both, found neither. Give what to validate against.", "base", "source"
-        if names and not (self.sample or self.base):
-            yield f"a base to measure {' and '.join(names)} with, found none. Give it.", "base"
-        if any(text.isdecimal() for text in self.trees):  # it is the name of a chain
-            yield "a tree such as 4x2x1, found a number alone. Give it two depths, or K as a draft step.", "trees"
-        if not self.draft_steps:
-            yield "a number of draft steps, found none. Give one.", "draft_steps"
-
-    def check(self) -> None:
-        """Refuse what cannot be measured, before anything is loaded.
-
-        Raises:
-            MtpExtractError: a part or a package is missing, or a number is out of bounds.
-        """
-        check_values(self)
-        require("torch", *(["transformers"] if self.sample or self.base else []))
-
-    def resolved(self) -> ValidationPlan:
-        """The plan; of the sample with the base it was trained for and, unless given, prompts for that."""
-        if not self.sample:
-            return self
+    def of_sample(self, directory: Path) -> ValidationPlan:
+        """The plan for the sample, extracted to ``directory``: with its base and, unless given, its prompts."""
         from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
-        base = str(sample_base())
-        source = str(sample_bundle())
-        prompts = self.prompts or sample_prompts()
-        return replace(self, base=base, source=source, prompts=prompts, sample=False, device="cpu", batch=32)
+        return replace(
+            self,
+            directory=directory,
+            sample=False,
+            base=str(sample_base()),
+            source=str(sample_bundle()),
+            prompts=self.prompts or sample_prompts(),
+            device="cpu",
+            batch=32,
+        )

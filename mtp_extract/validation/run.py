@@ -29,8 +29,9 @@ from mtp_extract.io.address import public_name
 from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.typed import Tool
 from mtp_extract.pipeline.check import read_record
-from mtp_extract.pipeline.extraction import checkpoint_of, extract
+from mtp_extract.pipeline.extraction import checkpoint_of, extract_drafter
 from mtp_extract.pipeline.identity import check_identity, drafter_for
+from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.speculate.trees import DraftTree
@@ -53,10 +54,9 @@ def run_validation(plan: ValidationPlan) -> Validation:
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
-    plan = plan.resolved()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        name, directory = _find_drafter(plan, stack)
+        name, directory, plan = _find_drafter(plan, stack)
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
         validation = _begin(plan, name, checkpoint.notes)
@@ -85,15 +85,15 @@ def run_validation(plan: ValidationPlan) -> Validation:
         return concluded(validation)
 
 
-def _find_drafter(plan: ValidationPlan, stack: ExitStack) -> tuple[str, Path]:
-    """What to call the drafter, and where it is: the sample's is extracted, and is gone with the ``stack``."""
+def _find_drafter(plan: ValidationPlan, stack: ExitStack) -> tuple[str, Path, ValidationPlan]:
+    """What to call the drafter, where it is, and the plan for it: the sample's is extracted, and gone with ``stack``."""
     if plan.directory is None:
         plan.say("extracting the sample")
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
-        extract(str(sample_bundle()), directory)
-        return "the sample", directory
+        extract_drafter(sample_bundle(), directory, WritingPlan())
+        return "the sample", directory, plan.of_sample(directory)
     directory = Path(checkpoint_here(plan.directory))
-    return public_name(str(directory)), directory
+    return public_name(str(directory)), directory, plan
 
 
 def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:

@@ -1,116 +1,97 @@
-"""Options made of a plan's fields: what typer shows and takes of each, and what the plan is given."""
+"""Options of the commands and fields of the plans: the same names, the same defaults, the same bounds."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, get_args
 
+import click
 import pytest
-from msgspec import Meta
-from typer import Argument, Option
-from typer.main import get_command
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import mtp_extract
 from mtp_extract.checkpoint.rounding import RULES
-from mtp_extract.cli import COMMANDS, convert, extract, insert, module_of, upload
-from mtp_extract.cli._command import AsJson, program
-from mtp_extract.errors import MtpExtractError
+from mtp_extract.cli import COMMANDS, bench, convert, doctor, extract, insert, module_of, tune, upload, validate
+from mtp_extract.cli._command import Command
+from mtp_extract.cli._options import WholeNumbers
+from mtp_extract.doctor.plan import DoctorPlan
+from mtp_extract.errors import PlanError
 from mtp_extract.formats import EVERY
-from mtp_extract.options import check_values, whole_numbers
 from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
-from mtp_extract.tuning.plan import TuningPlan
+from mtp_extract.serving.plan import BenchPlan
+from mtp_extract.tuning.plan import Mode, Objective, TuningPlan
+from mtp_extract.validation.plan import ValidationPlan
+
+PLANS: dict[str, tuple[ModuleType, Any]] = {
+    "bench": (bench, BenchPlan("http://localhost:8000")),
+    "doctor": (doctor, DoctorPlan("drafter", "base")),
+    "tune": (tune, TuningPlan(Path("drafter"), "base")),
+    "validate": (validate, ValidationPlan(Path("drafter"), "base")),
+}
 
 
-@dataclass(frozen=True)
-class Plan:
-    directory: Annotated[Path | None, Argument(help="Where.", metavar="DIR")]
-    base: Annotated[str, Option("--base", help="The base.", metavar="MODEL")]
-    beside: Annotated[Sequence[Path], Option(help="Another.", metavar="DIR")] = ()
-    mode: Annotated[Literal["fast", "good"], Option(help="How.")] = "good"
-    engine: Annotated[Literal["vllm"] | None, Option("--for", help="For whom.")] = None
-    steps: Annotated[Sequence[int], Option(help="Steps.", metavar="K,…", max=64, parser=whole_numbers)] = (1, 2)
-    batch: Annotated[int, Option(help="At a time.", min=1, max=8)] = 4
-    share: Annotated[float | None, Option(help="Of all.", min=0)] = None
-    chat: Annotated[bool, Option(help="As chats.")] = True
-    exact: Annotated[bool, Option("--exact", help="Nothing rounded.")] = False
-    private: Annotated[bool, Option("--private/--public", help="Who sees it.")] = True
-    out: Annotated[Path | None, Option("-o", "--out", help="Where to.", metavar="OUT")] = None
-    title: Annotated[str | None, Option(help="Title.", metavar="TEXT")] = None
-    timed: Annotated[int, Meta(ge=1)] = 5
-    loud: str = field(default="no", repr=False)
+def call(*arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the values that a small command was called with, and what was printed."""
+    values = dict[str, Any]()
 
-    def __post_init__(self) -> None:
-        if self.title == "":
-            raise ValueError("title '': expected a word.")
-
-
-def call(*given: str) -> tuple[int, Any, str]:
-    """Exit status, what the command was given, and what was printed."""
-    got = list[Any]()
-
-    def command(
-        plan: Plan, *, again: Annotated[bool, Option("--again", help="Once more.")] = False, print_json: AsJson = False
-    ) -> None:
+    def command(**named: Any) -> None:
         """Do it."""
-        got.append((plan, again, print_json))
+        if named["batch"] == 5:
+            raise PlanError("batch 5: expected an even number.")
+        if named["batch"] == 7:
+            raise PlanError("expected batch of at most 6, found 7. Lower it.", remedies=("batch", "steps", "none"))
+        values.update(named)
 
-    result = CliRunner().invoke(program(command, {})[0], list(given))
-    return result.exit_code, (got or [None])[0], " ".join(result.output.split())
+    options = (
+        click.Argument(["directory"], required=False, metavar="[DIR]", help="Where."),
+        click.Option(["--batch"], type=click.IntRange(1, 8), default=4, metavar="N", help="At a time."),
+        click.Option(["--steps"], type=WholeNumbers(), default="1,2", metavar="K,…", help="Steps."),
+    )
+    app = Command(command, options, {"mtp-it": "Does it."}, no_arguments_is_help=False)
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, values, " ".join(result.output.split())
 
 
-def test_what_is_given_reaches_the_plan() -> None:
-    assert call("--base", "b")[:2] == (0, (Plan(None, "b"), False, False))
-    options = """--base b --beside x --beside y --mode fast --for vllm --steps 3,1 --batch 8 --share 0 --no-chat --exact
-    --public -o out --title T --again --json"""
-    status, got, _ = call("d", *options.split())
-    paths: dict[str, Any] = {"beside": (Path("x"), Path("y")), "out": Path("out"), "engine": "vllm"}
-    numbers: dict[str, Any] = {"steps": (3, 1), "batch": 8, "share": 0.0, "title": "T", "mode": "fast"}
-    expected = Plan(Path("d"), "b", **paths, **numbers, chat=False, exact=True, private=False)
-    assert (status, got) == (0, (expected, True, True))
-    assert type(got[0].mode) is str
+def test_what_is_written_reaches_the_function() -> None:
+    assert call() == (0, {"directory": None, "batch": 4, "steps": (1, 2)}, "")
+    assert call("d", "--batch", "8", "--steps", "3,1")[1] == {"directory": "d", "batch": 8, "steps": (3, 1)}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("arguments", "message"),
     [
-        ("", "--base"),
-        ("--base b --batch 9", "--batch"),
-        ("--base b --mode slow", "'--mode': Value error, 'slow' is not one of"),
-        ("--base b --steps 1,x", "expected whole numbers from 1"),
-        ("--base b --steps 65", "'--steps': expected steps of at most 64, found 65"),
-        ("--base b --title=", "--title '': expected a word."),
-        ("--base b --timed 3", "--timed"),
-        ("--base b --share -1", "--share"),
+        ("--batch 9", "Invalid value for '--batch': 9 is not in the range 1<=x<=8."),
+        ("--steps 1,x", "Invalid value for '--steps': expected whole numbers from 1, such as 1,2,4,8, found '1,x'."),
+        ("--steps 0", "expected whole numbers from 1"),
+        ("--batch 5", "Invalid value: --batch 5: expected an even number."),
+        ("--batch 7", "Invalid value for '--batch', '--steps': expected batch of at most 6, found 7. Lower it."),
     ],
 )
-def test_wrong_usage_is_two(options: str, said: str) -> None:
-    status, got, output = call(*options.split())
-    assert (status, got) == (2, None)
-    assert said in output
+def test_wrong_usage_is_two(arguments: str, message: str) -> None:
+    status, values, output = call(*arguments.split())
+    assert (status, values) == (2, {})
+    assert message in output
 
 
-def test_help_shows_each_field_as_it_stands_in_the_plan() -> None:
+def test_help_shows_arguments_defaults_bounds_and_examples() -> None:
     _, _, output = call("--help")
-    order = """DIR|Do it.|--base MODEL|--beside DIR|--mode <fast|good>|--for <vllm>|--steps K,…|--batch|--share|
-    --chat / --no-chat|--exact|--private / --public|-o, --out OUT|--title TEXT|--again|--json"""
-    places = [output.index(word.strip()) for word in re.split(r"\|(?!good>)", order)]
-    assert places == sorted(places)
-    for shown in ("required", "default: 1,2; x<=64", "default: 4; 1<=x<=8", "default: good", "default: private"):
-        assert f"[{shown}]" in output
-    assert "timed" not in output and "loud" not in output
+    for part in (
+        "[DIR] Where.",
+        "--batch N At a time. [default: 4; 1<=x<=8]",
+        "Steps. [default: 1,2]",
+        "mtp-it Does it.",
+    ):
+        assert part in output
 
 
 def test_there_are_no_more_options_than_somebody_acts_on() -> None:
-    commands = [get_command(module_of(name).app) for name in COMMANDS]
-    options = [one.name for command in commands for one in command.params if one.opts[0].startswith("-")]
-    options = [name for name in options if name not in ("version", "install_completion", "show_completion")]
-    assert len(options) <= 90
+    options = [option for name in COMMANDS for option in module_of(name).app.params if isinstance(option, click.Option)]
+    assert len([option for option in options if option.expose_value]) <= 90
 
 
 @pytest.mark.parametrize(
@@ -125,13 +106,78 @@ def test_there_are_no_more_options_than_somebody_acts_on() -> None:
 def test_a_command_has_the_defaults_of_its_function(
     command: ModuleType, function: Callable[..., Any], named: set[str]
 ) -> None:
-    options = inspect.signature(command.app.registered_commands[0].callback).parameters
+    defaults = defaults_of(command.app)
     arguments = inspect.signature(function).parameters
-    assert named <= options.keys() & arguments.keys()
-    for name in options.keys() & arguments.keys():
+    assert named <= defaults.keys() & arguments.keys()
+    for name in defaults.keys() & arguments.keys():
         default = arguments[name].default
         if default is not inspect.Parameter.empty and name != "out":
-            assert options[name].default == default, name
+            assert defaults[name] == default, name
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_command_has_the_fields_and_defaults_of_its_plan(name: str) -> None:
+    command, plan = PLANS[name]
+    defaults = defaults_of(command.app)
+    assert defaults.keys() - {"print_json"} <= {field.name for field in fields(plan)}
+    for field in fields(plan):
+        if field.name in defaults and defaults[field.name] is not None:
+            assert defaults[field.name] == field.default, field.name
+
+
+def defaults_of(app: click.Command) -> dict[str, Any]:
+    """Of the options, as the function is given them; None where there is none."""
+    return app.make_context(app.name, [], resilient_parsing=True).params
+
+
+def bounds_in_help(function: str) -> Iterator[tuple[str, float, float | None]]:
+    """The fields with bounds, as the function's docstring has them."""
+    text = inspect.getdoc(getattr(mtp_extract, function)) or ""
+    for name, least, most in re.findall(r"\* (\w+) \((\d+) (?:to (\d+)|or more)\)", text):
+        yield name, float(least), float(most) if most else None
+
+
+@pytest.mark.parametrize(("name", "count"), [("bench", 4), ("doctor", 2), ("tune", 7), ("validate", 4)])
+def test_help_shows_the_fields_and_the_bounds_that_hold(name: str, count: int) -> None:
+    command, plan = PLANS[name]
+    function = {"doctor": "diagnose"}.get(name, name)
+    text = inspect.getdoc(getattr(mtp_extract, function)) or ""
+    listed = set(re.findall(r"\w+", " ".join(re.findall(r"\* ([\w, ]+?)(?: \(.*?\))?:", text))))
+    assert listed == {field.name for field in fields(plan)}
+
+    bounds = list(bounds_in_help(function))
+    assert len(bounds) == count
+    ranges = {option.name: option.type for option in command.app.params}
+    for field, least, most in bounds:
+        several = isinstance(getattr(plan, field), tuple)
+        with pytest.raises(PlanError, match=f"expected {field} of at least {least:g}, found") as refusal:
+            replace(plan, **{field: (least - 1,) if several else least - 1})
+        assert refusal.value.remedies == (field,)
+        if most is not None:
+            with pytest.raises(PlanError, match=f"expected {field} of at most {most:g}, found"):
+                replace(plan, **{field: (most + 1,) if several else most + 1})
+        if isinstance(kind := ranges.get(field), (click.IntRange, click.FloatRange)):
+            assert (kind.min, kind.max) == (least, most), field
+
+
+def test_no_number_is_out_of_bounds_too() -> None:
+    with pytest.raises(PlanError, match="temperature of at least 0, found nan"):
+        BenchPlan("http://localhost:8000", temperature=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "message"),
+    [
+        (TuningPlan(Path("drafter"), "base"), {"mode": "norm"}, "mode 'norm': expected norms, .* Did you mean norms?"),
+        (TuningPlan(Path("drafter"), "base"), {"objective": "x"}, "objective 'x': expected mixed, ce, kl or tv"),
+        (WritingPlan(), {"format": "ggfu"}, "format 'ggfu': expected transformers, .* Did you mean gguf?"),
+        (WritingPlan(), {"dtype": "fp16"}, "dtype 'fp16': expected bf16, f16, f32 or codes. Did you mean f16?"),
+        (mtp_extract.CardWords(), {"license": "Apache 2"}, "license 'Apache 2': expected the Hub's name"),
+    ],
+)
+def test_a_name_is_one_of_its_choices(plan: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        replace(plan, **changes)
 
 
 @pytest.mark.torch
@@ -139,27 +185,7 @@ def test_choices_are_those_of_the_library() -> None:
     from mtp_extract.tuning.latents import MODES
     from mtp_extract.tuning.loss import OBJECTIVES
 
-    hints, written = get_type_hints(TuningPlan), get_type_hints(WritingPlan)
-    assert set(get_args(hints["mode"])) == {*MODES, "ordered"}
-    assert set(get_args(hints["objective"])) == set(OBJECTIVES)
+    assert set(get_args(Mode)) == {*MODES, "ordered"}
+    assert set(get_args(Objective)) == set(OBJECTIVES)
     assert set(get_args(RuleName)) == set(RULES)
     assert set(get_args(DtypeName)) == {dtype for listed in EVERY.values() for dtype in listed.dtypes}
-    assert written["dtype"] == DtypeName | None and written["quantize"] == RuleName | None
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"batch": 9}, MtpExtractError, "batch of at most 8"),
-        ({"share": float("nan")}, MtpExtractError, "share of at least 0"),
-        ({"steps": (1, 65)}, MtpExtractError, "steps of at most 64"),
-        ({"timed": 0}, MtpExtractError, "timed of at least 1"),
-        ({"mode": "slow"}, ValueError, "mode 'slow': expected fast or good"),
-    ],
-)
-def test_python_meets_the_same_bounds(changes: dict[str, Any], error: type[Exception], said: str) -> None:
-    check_values(Plan(None, "b"))
-    with pytest.raises(error, match=said) as caught:
-        check_values(Plan(None, "b", **changes))
-    if isinstance(caught.value, MtpExtractError):
-        assert caught.value.remedies == tuple(changes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from click.testing import CliRunner
 from helpers.commands import run
 from helpers.prompt_files import write_prompts
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
-from typer.testing import CliRunner
 
 from mtp_extract.cli import convert, inspect, validate
 from mtp_extract.data import sample_base

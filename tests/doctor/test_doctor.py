@@ -25,7 +25,7 @@ import mtp_extract
 from mtp_extract.data import sample_base
 from mtp_extract.doctor import run
 from mtp_extract.doctor.plan import DoctorPlan
-from mtp_extract.doctor.run import check_fit, diagnose, identify
+from mtp_extract.doctor.run import check_fit, identify, run_diagnosis
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError, PairError
@@ -71,10 +71,10 @@ def ask(asked: DoctorPlan, tmp_path: Path) -> Ask:
         if few:
             plan = replace(plan, prompts=write_prompts(tmp_path / "few.jsonl", {"few": list(answers or ())[:few]}))
         if answers is None:
-            return checked(diagnose(plan, Path(plan.place)))
+            return checked(run_diagnosis(plan, Path(plan.place)))
         with counting_server(answers, kind) as server:
             server.drafts = drafting
-            return checked(diagnose(replace(plan, server=server.url), Path(plan.place)))
+            return checked(run_diagnosis(replace(plan, server=server.url), Path(plan.place)))
 
     return ask
 

@@ -74,7 +74,7 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     results = [generator.generate((1, 2, 3), seed=seed, **options) for seed in range(100)]
     taken = torch.tensor([len(whole_rounds(one)) for one in results], dtype=torch.double)
     texts = [text_of(one) for one in results]
-    plan = TuningPlan(None, "base", draft_steps=K, temperature=temperature, batch=64)
+    plan = TuningPlan(Path("drafter"), "base", draft_steps=K, temperature=temperature, batch=64)
     measured = measured_of(beside(plan, generator.base, drafter), drafter, texts)
     blind = Acceptance.over(measured.text, measured.anchor, measured.stands)
 

@@ -18,7 +18,7 @@ from gguf import GGUFReader, dequantize
 from helpers.variant_files import REFUSED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
-from mtp_extract import extract
+from mtp_extract import convert, extract
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
@@ -32,7 +32,6 @@ from mtp_extract.formats import format_named, read_checkpoint
 from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.extraction import checkpoint_of
-from mtp_extract.pipeline.writing import convert
 
 NAMES = sorted(VARIANTS.keys() - REFUSED)
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")

@@ -16,8 +16,8 @@ from helpers.record_document import REPORT
 from seam import verify
 
 import mtp_extract
+from mtp_extract import upload
 from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
-from mtp_extract.hub.upload import upload
 from mtp_extract.report.card import CardWords
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.

@@ -10,12 +10,11 @@ from helpers.record_document import forge
 from helpers.variant_files import variant
 from seam import verify, verify_against
 
-from mtp_extract import extract
+from mtp_extract import convert, extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import FORMATS
-from mtp_extract.pipeline.writing import convert
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ from helpers.schemas import validator
 from helpers.variant_files import variant
 from seam import verify, verify_against
 
-from mtp_extract import extract
+from mtp_extract import convert, extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.weight import constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline.check import files_in
-from mtp_extract.pipeline.writing import convert
 
 TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
 RULES = [(name, rule) for name, listed in FORMATS.items() for rule in listed.rules]

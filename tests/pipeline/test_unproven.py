@@ -17,10 +17,10 @@ from helpers.surgery import Graph, sound
 from helpers.variant_files import variant
 from safetensors.numpy import load_file, save_file
 
+from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import MtpExtractError, ProofError
 from mtp_extract.pipeline import unproven
-from mtp_extract.pipeline.extraction import extract
 
 WEIGHTS = "model.safetensors"
 TWINS = ("twin_e2b_may", "twin_e4b_april")

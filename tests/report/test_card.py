@@ -18,13 +18,13 @@ from huggingface_hub import ModelCard
 from seam import verify
 
 import mtp_extract
+from mtp_extract import convert
 from mtp_extract.errors import HubError
 from mtp_extract.formats import FORMATS, engines_for
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.pipeline.writing import convert
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, model_card
 
 WORDS = CardWords("apache-2.0", base_model="org/base")

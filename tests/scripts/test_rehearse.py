@@ -16,11 +16,11 @@ from _rehearsal.shapes import SHAPES, Shape
 from rehearse import allowed, problems
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
+from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.insertion.base import find_base
-from mtp_extract.pipeline.extraction import extract
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 TINY = SHAPES["tiny"]

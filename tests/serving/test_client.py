@@ -13,8 +13,8 @@ import pytest
 from helpers.bounds import HANG, bounded
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
+from mtp_extract.cli._options import key_from
 from mtp_extract.errors import MtpExtractError, ServerError
-from mtp_extract.options import key_from
 from mtp_extract.serving import client
 from mtp_extract.serving.client import Answer, Server, question, read_answer
 from mtp_extract.serving.counters import Counters, counters_of_answer, counters_of_page

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from helpers.variant_files import variant
 from seam import verify
-from typer.testing import CliRunner
 
-from mtp_extract import extract
+from mtp_extract import convert, extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import load_drafter
@@ -19,7 +19,6 @@ from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.inspection import inspect_checkpoint
-from mtp_extract.pipeline.writing import convert
 from mtp_extract.tuning.run import run_tuning
 
 from .conftest import Plans

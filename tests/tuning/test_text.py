@@ -33,7 +33,9 @@ def tokenizer() -> Any:
 
 
 def writing(tokenizer: Any, *, chat: bool = True, length: int = 100) -> Writer:
-    pair: Any = SimpleNamespace(codec=Codec(tokenizer, len(tokenizer)), plan=TuningPlan(None, "", chat_template=chat))
+    pair: Any = SimpleNamespace(
+        codec=Codec(tokenizer, len(tokenizer)), plan=TuningPlan(Path("drafter"), "base", chat_template=chat)
+    )
     return Writer(pair, 0.0, length)
 
 

@@ -103,7 +103,7 @@ def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     """Rounds first; within 100 columns, whatever workloads and prompts are called."""
     before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
     found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
-    _show_comparisons(found, TuningPlan(None, "base"))
+    _show_comparisons(found, TuningPlan(Path("drafter"), "base"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert "\x1b" not in shown and max(map(len, lines)) <= 100 and len(lines) < 24

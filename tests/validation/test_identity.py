@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from seam import verify_against
 
 import mtp_extract
+from mtp_extract import convert
 from mtp_extract.architecture.roles import roles_of
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.files import read_header
@@ -25,7 +26,6 @@ from mtp_extract.formats import FORMATS, read_checkpoint
 from mtp_extract.pipeline import identity
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.identity import NEEDED, check_identity
-from mtp_extract.pipeline.writing import convert
 
 ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
 WEIGHTS = "model.safetensors"

@@ -16,7 +16,7 @@ import pytest
 from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
 from helpers.record_document import TUNING, forge
 
-from mtp_extract import extract, insert
+from mtp_extract import convert, extract, insert
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
@@ -27,7 +27,6 @@ from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of
 from mtp_extract.pipeline.identity import NEEDED, check_identity
-from mtp_extract.pipeline.writing import convert
 
 pytestmark = pytest.mark.xdist_group("intruders")
 

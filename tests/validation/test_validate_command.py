@@ -12,11 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.prompt_files import few_of, write_prompts
 from helpers.variant_files import variant
-from typer.testing import CliRunner
 
 from mtp_extract.cli import terminal, validate
 from mtp_extract.data import sample_prompts
@@ -63,7 +63,7 @@ def test_the_verdict_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mtp_extract.api.validate", validate_with_a_bar)
     monkeypatch.setattr(validate, "_show", lambda result: terminal.say_all("Verified: it is the drafter."))
 
-    validate.validate_command(ValidationPlan(None, sample=True))
+    validate.validate_command(directory=None, sample=True, print_json=False)
 
     drawn, verdict, printed = screen.getvalue().partition("Verified: it is the drafter.\n")
     assert "drafting: batch 1 of 4" in drawn and verdict

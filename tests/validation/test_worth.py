@@ -27,7 +27,11 @@ from mtp_extract.validation.worth import (
 pytestmark = pytest.mark.xdist_group("validation")
 
 NEW_TOKENS = 24  # As the continuations were made.
-PLANS = {"1": 1, "4": 4, **ValidationPlan(None, draft_steps=(4,), trees=("1x1x1x1", "3x2x1", "adaptive")).wanted}
+PLANS = {
+    "1": 1,
+    "4": 4,
+    **ValidationPlan(None, sample=True, draft_steps=(4,), trees=("1x1x1x1", "3x2x1", "adaptive")).wanted,
+}
 
 
 @pytest.fixture(scope="module")
