@@ -179,15 +179,13 @@ def upload_directory(
         api = HfApi(token=secret, library_name="mtp-extract")
         # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
         is_there = api.repo_exists(repo_id)
+        if beside and not is_there:
+            raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
         entries = _entries(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
-        if beside:
-            entries = {path: entry for path, entry in entries.items() if path in paths}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
         if not force:
-            _check_others(repo_id, entries, set(paths) - set(sent))
+            _check_others(repo_id, set(entries) & set(paths) if beside else set(entries), set(paths) - set(sent))
         if not is_there:
-            if beside:
-                raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
             api.create_repo(repo_id, private=private)
             changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
         commit = _commit(api, repo_id, adds)
@@ -223,10 +221,10 @@ def _gguf_alone(
     return [add for add in adds if add.path_in_repo == gguf]
 
 
-def _check_others(repo_id: str, entries: Mapping[str, Any], unchanged: Collection[str]) -> None:
-    """Raise a HubError where a repository holds more than the files that it has ``unchanged``."""
+def _check_others(repo_id: str, present: Collection[str], unchanged: Collection[str]) -> None:
+    """Raise a HubError where of the files ``present`` in a repository some are not ``unchanged``."""
     # The Hub puts a .gitattributes into a new repository by itself.
-    if others := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
+    if others := sorted(set(present) - set(unchanged) - {".gitattributes"}):
         raise HubError(
             f"{repo_id}: the repository holds other files, {few(others)}. Nothing was sent. "
             "Choose another name, or write into it all the same: its history keeps what is replaced.",

@@ -54,28 +54,38 @@ def parse_address(text: str) -> HubAddress | None:
     Raises:
         SourceError: it begins with ``hf://`` and cannot be read.
     """
-    from huggingface_hub import constants, parse_hf_uri
+    from huggingface_hub import constants
 
     scheme, _, rest = text.rpartition("://")
-    # An argument of a command may be bytes that are no UTF-8, and a path may be such bytes; an address is not.
-    is_text = text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
-    if scheme != "hf" and not is_text:
-        return None
     hosts = {*constants.HF_URL_HOSTS, urlsplit(constants.ENDPOINT).netloc}
     is_page = scheme != "hf" and rest.partition("/")[0].lower() in hosts
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
-    try:
-        parsed = parse_hf_uri(text if is_page else f"hf://{rest}", endpoint=constants.ENDPOINT)
-        path, folder = parsed.path_in_repo, text.endswith("/") or (is_page and "/tree/" in text)
-        is_here = scheme != "hf" and not path and parsed.id.endswith(_MODEL_FILES)
-        if is_text and parsed.type == "model" and not {".", ".."} & set(path.split("/")) and not is_here:
-            return HubAddress(parsed.id, f"{path}/" if path and folder else path, parsed.revision)
-    except ValueError:
-        pass  # of a page it is another route, and of a name a path
+    is_folder = text.endswith("/") or (is_page and "/tree/" in text)
+    address = _address_in(text if is_page else f"hf://{rest}", is_folder=is_folder)
     if scheme == "hf":
-        raise SourceError(f"Expected hf://org/repo, with @revision and /file if need be, found {escape(text)}.")
-    return None
+        if address is None:
+            raise SourceError(f"Expected hf://org/repo, with @revision and /file if need be, found {escape(text)}.")
+        return address
+    is_here = address is not None and not address.path and address.repository.endswith(_MODEL_FILES)
+    return None if is_here else address
+
+
+def _address_in(uri: str, *, is_folder: bool) -> HubAddress | None:
+    """What ``uri`` names, an ``hf://`` or a page of the Hub's site; None where that is no file or folder of models."""
+    from huggingface_hub import constants, parse_hf_uri
+
+    # An argument of a command may be bytes that are no UTF-8, and a path may be such bytes; an address is not.
+    if any("\ud800" <= letter <= "\udfff" for letter in uri):
+        return None
+    try:
+        parsed = parse_hf_uri(uri, endpoint=constants.ENDPOINT)
+    except ValueError:
+        return None  # of a page it is another route, and of a name a path
+    path = parsed.path_in_repo
+    if parsed.type != "model" or {".", ".."} & set(path.split("/")):
+        return None
+    return HubAddress(parsed.id, f"{path}/" if path and is_folder else path, parsed.revision)
 
 
 def cached_address(path: Path) -> HubAddress | None:
