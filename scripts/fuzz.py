@@ -46,7 +46,7 @@ with HookManager({"mtp_extract"}, _NOT_TRACED, enable_loader_override=True, trac
 
 DRAFTERS = [plain_drafter(DrafterSpec(windows=windows)) for windows in ((None,), (4, None))]
 SEEDS = [b"", *(random.Random(number).randbytes(60) for number in range(100))]
-LIMITS = ("-timeout=600", "-rss_limit_mb=2500", "-len_control=0", "-max_len=256")
+LIMITS = ("-timeout=600", "-report_slow_units=600", "-rss_limit_mb=2500", "-len_control=0", "-max_len=256")
 """libFuzzer's time is that of a clock, which a busy machine stretches: what an input may take is counted below."""
 CPU_SECONDS = 20
 LONGEST_MESSAGE = 4000

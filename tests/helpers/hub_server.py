@@ -103,6 +103,8 @@ class HubServer:
         """False: an uploaded file is stored with one bit flipped."""
         self.lock = threading.Lock()
         self._servers = {name: Listener(_Handler, server_name=name, state=self) for name in ("hub", "storage")}
+        # The Hub's storage is another host, to which huggingface_hub shows no token.
+        self._servers["storage"].url = self._servers["storage"].url.replace("127.0.0.1", "localhost")
 
     def url(self, name: str = "hub") -> str:
         return self._servers[name].url
