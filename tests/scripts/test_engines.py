@@ -72,6 +72,14 @@ def test_what_falls_short() -> None:
     ]
 
 
+def test_the_end_of_a_full_cache_is_not_compared() -> None:
+    plain, assisted = "a data data dat\n", "a data data the data\n"
+    assert engines.is_same_until_full(plain, plain)
+    assert engines.is_same_until_full(plain, assisted)
+    assert not engines.is_same_until_full(plain, "a data the data data\n")
+    assert not engines.is_same_until_full("\n", "a data")
+
+
 def test_an_engine_that_is_not_there_is_said_to_be_absent(tmp_path: Path) -> None:
     """In an interpreter without site packages no engine is installed, and nothing fell short."""
     bare = tmp_path / "python"
