@@ -34,8 +34,14 @@ REQUANTIZED = "requantized"
 _SCALES_ALIKE = 1e-6
 # Losses that differ by less are equal: sums of the same squares, in float32, in another order.
 _AS_GOOD = 1 + 1e-4
+_NO_SCALE = np.float32(1e-30)
+# In steps: what rounding to float32 leaves of a number that is a code's.
+_NOISE = 1e-5
 # What is measured together: all of its arrays stay in a core's own cache.
 _ELEMENTS = 1 << 17
+
+
+Doubles = npt.NDArray[np.float64]
 
 
 class Scales(NamedTuple):
@@ -44,9 +50,23 @@ class Scales(NamedTuple):
     scale: Floats
     zero_point: npt.NDArray[np.int64]
 
+    @property
+    def step(self) -> Floats:
+        """Between neighbouring codes; next to nothing where the scale is 0, with which no number but 0 is stored."""
+        return np.where(self.scale > 0, self.scale, _NO_SCALE)
+
     def part(self, groups: slice) -> Scales:
         """Those of some groups."""
         return Scales(self.scale[groups], self.zero_point[groups])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scales], symmetric: bool) -> Scales:
+        """Those of groups after each other. Zero points that are all 0 take no memory: a base's tables have a row a
+        token each.
+        """
+        scale = np.concatenate([part.scale for part in parts])
+        zeros = np.broadcast_to(np.int64(0), scale.shape)
+        return cls(scale, zeros if symmetric else np.concatenate([part.zero_point for part in parts]))
 
     def equals(self, other: Scales) -> bool:
         """Whether all are the same, to the bit."""
@@ -130,70 +150,84 @@ def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str
         UnsupportedError: values that the type cannot hold, or a weight that was folded away and is no longer 1.
         CheckpointError: values that are not finite, or too large for any scale.
     """
+    changed = _changed(slots)
+    encodings = {slot: _without_rounding(slot, slot in changed) for slot in slots}
+    to_measure = [slot for slot in slots if slot.constant is not None and encodings[slot] is None]
+    advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in to_measure))
+    encodings |= _rounded(to_measure, _leaders(slots), advance)
+
+    by_role: dict[str, tuple[Encoding, ...]] = {slot.role: () for slot in slots}
+    for slot, encoding in encodings.items():
+        if encoding is not None:
+            by_role[slot.role] += (encoding,)
+    return by_role
+
+
+def _changed(slots: Sequence[Slot]) -> set[Slot]:
+    """Those of ``slots`` that hold something else than their weight."""
     changed = set[Slot]()
-    differ = set[Slot]()
-    to_measure = list[Slot]()
-    encodings = dict[Slot, Encoding]()
-    leaders = _leaders(slots)
 
     def compare(slot: Slot, first: int, last: int) -> None:
         # After rows that differ no others are read.
+        if slot in changed:
+            return
         with np.errstate(over="ignore", invalid="ignore"):
-            if slot not in changed and not are_alike(
-                slot.held.floats(first, last), slot.new.floats(first, last), slot.dtype
-            ):
+            if not are_alike(slot.held.floats(first, last), slot.new.floats(first, last), slot.dtype):
                 changed.add(slot)
 
+    over_rows(slots, compare)
+    return changed
+
+
+def _without_rounding(slot: Slot, changed: bool) -> Encoding | None:
+    """What becomes of a slot whose weight the file holds, or can take as it is; None of any other, and of one that is
+    not stored.
+
+    Raises:
+        UnsupportedError: it is not stored, and is no longer 1.
+    """
+    if not changed or _has_rounded_scales(slot):
+        return None if slot.constant is None else _kept(slot)
+    if slot.constant is None:
+        raise UnsupportedError(
+            f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
+            "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+        )
+    scales = _scales_of_codes(slot)
+    return None if scales is None else Encoding(slot, AS_CODES, scales)
+
+
+def _rounded(slots: Sequence[Slot], leaders: Mapping[Slot, Slot], advance: Advance) -> dict[Slot, Encoding | None]:
+    """What becomes of ``slots`` whose weights are to be rounded; each with scales of its own, or of its leader.
+
+    Raises:
+        CheckpointError: a number is not finite, or a scale is larger than files hold.
+    """
+    differ = set[Slot]()
+
     def measure(slot: Slot, first: int, last: int) -> _Measured:
+        # After rows that differ no others are held against the file's codes.
         measured = _measure(slot, leaders[slot], first, last, slot in differ)
         if not measured.is_stored:
             differ.add(slot)
         advance((last - first) * slot.new.columns)
         return measured
 
-    over_rows(slots, compare)
-    for slot in slots:
-        if slot not in changed or _has_rounded_scales(slot):
-            if slot.constant is not None:
-                encodings[slot] = _kept(slot)
-        elif slot.constant is None:
-            raise UnsupportedError(
-                f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
-                "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+    encodings: dict[Slot, Encoding | None] = {}
+    for slot, rows in over_rows(slots, measure, _ELEMENTS).items():
+        sums = Sums.total(measured.sums for measured in rows)
+        is_float = slot.stored.source.storage.type in FLOAT_TYPES
+        if slot not in differ:
+            encodings[slot] = _kept(slot, sums)
+            continue
+        scales = Scales.joined([measured.scales for measured in rows], slot.stored.source.storage.symmetric)
+        if not is_float and scales.scale.max() > LARGEST_SCALE:
+            raise CheckpointError(
+                f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
+                "diverged: fetch it again, or train it again."
             )
-        elif (scales := _scales_of_codes(slot)) is not None:
-            encodings[slot] = Encoding(slot, AS_CODES, scales)
-        else:
-            to_measure.append(slot)
-    advance(sum(math.prod(slot.new.shape) for slot in slots if slot not in to_measure))
-    for slot, rows in over_rows(to_measure, measure, _ELEMENTS).items():
-        storage, sums = slot.stored.source.storage, Sums.total(r.sums for r in rows)
-        scale = np.concatenate([r.scales.scale for r in rows])
-        # Tables of a base have a row a token each: zero points that are all 0 are not kept.
-        zeros = np.broadcast_to(np.int64(0), scale.shape)
-        new = Scales(scale, zeros if storage.symmetric else np.concatenate([r.scales.zero_point for r in rows]))
-        encodings[slot] = _rounded(slot, new, sums) if slot in differ else _kept(slot, sums)
-    by_role: dict[str, tuple[Encoding, ...]] = {slot.role: () for slot in slots}
-    for slot in slots:
-        if slot in encodings:
-            by_role[slot.role] += (encodings[slot],)
-    return by_role
-
-
-def _rounded(slot: Slot, scales: Scales, sums: Sums) -> Encoding:
-    """What a slot gets that is neither kept nor has codes of its own.
-
-    Raises:
-        CheckpointError: a scale is larger than files hold.
-    """
-    if slot.stored.source.storage.type in FLOAT_TYPES:
-        return Encoding(slot, AS_FLOATS, scales, sums)
-    if scales.scale.max() > LARGEST_SCALE:
-        raise CheckpointError(
-            f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
-            "diverged: fetch it again, or train it again."
-        )
-    return Encoding(slot, REQUANTIZED, scales, sums)
+        encodings[slot] = Encoding(slot, AS_FLOATS if is_float else REQUANTIZED, scales, sums)
+    return encodings
 
 
 def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Iterable[Encoding]]) -> None:
@@ -312,63 +346,104 @@ def _measure(slot: Slot, leader: Slot, first: int, last: int, differs: bool) -> 
     Args:
         differs: it is known that other rows are not stored already, so that these need not be looked at.
     """
-    source, values = slot.stored.source, slot.numbers(first, last)
-    storage = source.storage
-    elements, groups = (slot.part(total, first, last) for total in (storage.elements, storage.groups))
+    values = slot.numbers(first, last)
+    is_float = slot.stored.source.storage.type in FLOAT_TYPES
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        if storage.type in FLOAT_TYPES:
-            return _measure_floats(slot, values, first, last, differs)
-        codes = source.codes(elements.start, elements.stop)
-        present = _present(slot).part(groups)
-        changed = _losses(storage, values, codes.astype(np.float32), present)
-        may_stay = present if leader is slot else _present(leader).part(groups)
-        new, new_codes, lost = _least_lossy(storage, values, may_stay)
-        is_stored = not differs and (
-            np.allclose(new.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
-            and np.array_equal(new.zero_point, present.zero_point)
-            and np.array_equal(new_codes, codes)
-        )
-        return _Measured(is_stored, new, Sums(lost, float(changed.sum(dtype=np.float64)), squares(values)))
+        if is_float:
+            return _measure_floats(slot, values, first, last)
+        return _measure_codes(slot, leader, values, first, last, differs)
 
 
-def _measure_floats(slot: Slot, values: Floats, first: int, last: int, differs: bool) -> _Measured:
+def _measure_floats(slot: Slot, values: Floats, first: int, last: int) -> _Measured:
     """As :func:`_measure`, of a constant that is stored in floats."""
-    source, part = slot.stored.source, slot.part(slot.stored.source.storage.length, first, last)
-    before, data = (
-        source.location.read(part.start, part.stop - part.start),
-        float_bytes(values, source.storage.type, slot.role),
+    source = slot.stored.source
+    type_ = source.storage.type
+    part = slot.part(source.storage.length, first, last)
+    before = source.location.read(part.start, part.stop - part.start)
+    after = float_bytes(values, type_, slot.role)
+
+    lost, changed = (squares(widened(stored, type_) - values) for stored in (after, before))
+    return _Measured(after == before, Scales(source.scale, source.zero_point), Sums(lost, changed, squares(values)))
+
+
+def _measure_codes(slot: Slot, leader: Slot, values: Floats, first: int, last: int, differs: bool) -> _Measured:
+    """As :func:`_measure`, of a constant that is stored as codes."""
+    source = slot.stored.source
+    storage = source.storage
+    elements = slot.part(storage.elements, first, last)
+    groups = slot.part(storage.groups, first, last)
+    codes = source.codes(elements.start, elements.stop)
+    present = _present(slot).part(groups)
+    may_stay = _present(leader).part(groups)
+
+    steps = _in_steps(storage, values, present)
+    lost = _squares_by_group(present, _rounding_of(storage, steps))
+    steps -= storage.by_scale(codes.astype(np.float32))
+    changed = _squares_by_group(present, steps)
+    if leader is not slot:
+        lost = _squares_by_group(may_stay, _rounding_of(storage, _in_steps(storage, values, may_stay)))
+    chosen, lost = _least_lossy(storage, values, may_stay, lost)
+
+    is_stored = not differs and (
+        np.allclose(chosen.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
+        and np.array_equal(chosen.zero_point, present.zero_point)
+        and np.array_equal(storage.coded(values, *chosen), codes)
     )
-    lost, changed = (squares(widened(stored, source.storage.type) - values) for stored in (data, before))
-    return _Measured(
-        not differs and data == before, Scales(source.scale, source.zero_point), Sums(lost, changed, squares(values))
-    )
+    return _Measured(is_stored, chosen, Sums(float(lost.sum()), float(changed.sum()), squares(values)))
 
 
-def _least_lossy(storage: Storage, values: Floats, present: Scales) -> tuple[Scales, Floats, float]:
-    """Scales and codes of ``values``, of each group the ``present`` ones, or the rule's where these are better; and the
-    sum of squares of what they lose.
-    """
-    scale, zero_point, codes = storage.quantized(values)
-    by_present = storage.coded(values, *present)
-    lost_by_rule = _losses(storage, values, codes, Scales(scale, zero_point))
-    lost_by_present = _losses(storage, values, by_present, present)
-    # The rule's own scale, a rounding apart: its codes are those that the rule made of the same numbers.
-    is_rule = np.isclose(scale, present.scale, rtol=_SCALES_ALIKE, atol=0) & (zero_point == present.zero_point)
-    stays = (lost_by_present <= _AS_GOOD * lost_by_rule) & ~is_rule
-    if stays.all():
-        codes = by_present
-    elif stays.any():
-        # Whole groups: a mask of elements takes longer than all of the rest.
-        storage.by_scale(codes)[:, stays] = storage.by_scale(by_present)[:, stays]
-    chosen = Scales(np.where(stays, present.scale, scale), np.where(stays, present.zero_point, zero_point))
-    return chosen, codes, float(np.where(stays, lost_by_present, lost_by_rule).sum(dtype=np.float64))
+def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: Doubles) -> tuple[Scales, Doubles]:
+    """Scales of ``values``, of each group the ``present`` ones, which lose ``lost``, or the rule's where these lose
+    less; and what they lose, as sums of squares."""
+    rule = Scales(*storage.scales_for(values))
+    # It reaches the largest number of each group: without zero points no number lies beyond the last code.
+    rounding = _rounding_of(storage, _in_steps(storage, values, rule), within=storage.symmetric)
+    lost_by_rule = _squares_by_group(rule, rounding)
+
+    # The rule's own scale, a rounding apart: its codes are those that the rule makes of the same numbers.
+    is_rule = np.isclose(rule.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
+    is_rule &= rule.zero_point == present.zero_point
+    noise = values.size / lost.size * np.square(_NOISE * present.step.astype(np.float64))
+    stays = (lost <= _AS_GOOD * lost_by_rule + noise) & ~is_rule
+
+    scale = np.where(stays, present.scale, rule.scale)
+    zero_point = np.where(stays, present.zero_point, rule.zero_point)
+    return Scales(scale, zero_point), np.where(stays, lost, lost_by_rule)
 
 
-def _losses(storage: Storage, values: Floats, codes: Floats, scales: Scales) -> Floats:
-    """Of each group the sum of squares of what ``codes`` lose of ``values``."""
-    numbers = storage.by_scale(codes)
+def least_lost(slot: Slot, weight: Floats, apart: Floats, first: int, last: int) -> float:
+    """The sum of the squares of what rows ``[first, last)`` would lose of ``weight``, which is ``apart`` from what is
+    stored: less, if the rule's scales are better than the file's."""
+    storage, factor = slot.stored.source.storage, slot.stored.factor
+    present = _present(slot).part(slot.part(storage.groups, first, last))
+    by_group = storage.by_scale(apart)
+    lost = factor**2 * np.einsum("rgc,rgc->g", by_group, by_group)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        _, lost = _least_lossy(storage, weight if factor == 1.0 else weight * np.float32(factor), present, lost)
+    return float(lost.sum()) / factor**2
+
+
+def _in_steps(storage: Storage, values: Floats, scales: Scales) -> Floats:
+    """``values``, ``[repeats, groups, columns]``, in steps of their scales: of a number on the grid its code."""
+    by_group: Floats = storage.by_scale(values)
+    steps = by_group / scales.step[:, None]
     if not storage.symmetric:
-        numbers = numbers - scales.zero_point[:, None].astype(np.float32)
-    lost = numbers * scales.scale[:, None]
-    lost -= storage.by_scale(values)
-    return np.asarray(np.einsum("rgc,rgc->g", lost, lost))
+        steps += scales.zero_point[:, None].astype(np.float32)
+    return steps
+
+
+def _rounding_of(storage: Storage, steps: Floats, within: bool = False) -> Floats:
+    """How far the nearest codes are from ``steps``, which may be known to lie ``within`` the ends of the codes."""
+    apart = np.rint(steps)
+    if not within:
+        np.clip(apart, *storage.bounds, out=apart)
+    apart -= steps
+    return apart
+
+
+def _squares_by_group(scales: Scales, steps: Floats) -> Doubles:
+    """Of each group the sum of the squares of distances in ``steps``, as those of numbers."""
+    sums: Doubles = np.einsum("rgc,rgc->g", steps, steps)
+    if not np.isfinite(sums).all():
+        sums = np.einsum("rgc,rgc->g", steps, steps, dtype=np.float64)
+    return sums * np.square(scales.step.astype(np.float64))

@@ -28,6 +28,7 @@ from mtp_extract.litertlm.tflite import TfliteModel
 
 _T = TypeVar("_T")
 _LAYER_SCALAR = ".layer_scalar"
+_SMALLEST_BUFFER = 16  # elements
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,9 @@ def over_rows(
 
     def work(task: tuple[list[Slot], int, int]) -> list[_T]:
         group, first, last = task
+        # NumPy copies scales that are spread over rows shorter than its buffers, which takes as long as multiplying by
+        # them; its buffers are the thread's own.
+        np.setbufsize(_SMALLEST_BUFFER)
         return [step(slot, first, last) for slot in group]
 
     of_slot: dict[Slot, list[_T]] = {slot: [] for slot in slots}

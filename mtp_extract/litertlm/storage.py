@@ -170,7 +170,9 @@ def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
         return np.frombuffer(stored, "<f4")
     if type_ is TensorType.BFLOAT16:
         # A bfloat16 is the upper half of a float32.
-        return (np.frombuffer(stored, "<u2").astype(np.uint32) << 16).view(np.float32)
+        bits = np.frombuffer(stored, "<u2").astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
     return np.frombuffer(stored, "<f2").astype(np.float32)
 
 
@@ -252,7 +254,7 @@ class Storage:
         Raises:
             UnsupportedError: a scale of blocks leaves FP16.
         """
-        scale, zero_point = self._scales(self.by_scale(values))
+        scale, zero_point = self.scales_for(values)
         return scale, zero_point, self.coded(values, scale, zero_point)
 
     def coded(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
@@ -295,8 +297,9 @@ class Storage:
         assert self.packing is not None
         return pack_codes(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
 
-    def _scales(self, rows: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Scales and zero points for ``[repeats, groups, columns]``."""
+    def scales_for(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Scales and zero points of ``values``, as :meth:`quantized` gives them."""
+        rows = self.by_scale(values)
         lowest, highest = self.bounds
         low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
         bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
