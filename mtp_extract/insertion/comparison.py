@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
+from mtp_extract.insertion.encoding import least_lost
 from mtp_extract.insertion.fit import check_base
 from mtp_extract.insertion.loss import MOST_LOST
 from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
@@ -34,13 +36,15 @@ HALF_STEP = "within half a step"
 DIFFERENT = "different"
 NOT_FOUND = "not found"
 NEAREST = "nearest code"
-"""Some numbers lie beyond the last code of their row, which is what is stored; little of the weight is lost by it."""
+"""Nothing nearer could be stored: numbers lie beyond the last code of their row, or few codes lose much of them."""
 VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)
 
 # Rounding of float32 along the way, in steps: the largest code is 127.
 _HALF = 0.5 + 1e-4
 # Half a step of floats, as a share of the number; what is stored in F32 was not rounded.
 _FLOAT_STEPS = {TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8}
+# Sums of squares that differ by less are equal.
+_AS_GOOD = 1.001
 # What is looked at together: it stays in a core's own cache.
 _ELEMENTS = 1 << 17
 
@@ -104,90 +108,163 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_s
     return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
-def compare_slots(found: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
+def compare_slots(matches: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
     """How far what the bundle holds of each role is from its weight."""
-    slots = [slot for match in found for slot in match.slots]
+    slots = [slot for match in matches for slot in match.slots]
     tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))
     differ = set[Slot]()
+    wrong = set[Slot]()
 
     def look(slot: Slot, first: int, last: int) -> _Look:
         wanted, stored = slot.new.floats(first, last), slot.held.floats(first, last)
-        # After rows that differ no others are compared to the bit.
+        tick(wanted.size)
+        # After rows that differ no others are compared to the bit, nor after a wrong code all others with theirs.
         if slot not in differ and not are_alike(stored, wanted, slot.dtype):
             differ.add(slot)
-        tick(wanted.size)
-        if np.isfinite(wanted).all():
-            apart = wanted - stored
-            return _Look(*_distance(slot, wanted, apart, first, last), squares(apart), squares(wanted))
-        return _Look(1, 1, math.inf, math.nan, 1.0)
+        size = squares(wanted)
+        if not math.isfinite(size):
+            wrong.add(slot)
+            return _Look(1, 1, math.inf, math.inf, 1.0)
+        apart = wanted - stored
+        difference = least = squares(apart)
+        if _has_codes(slot):
+            grid = _Grid.of(slot, first, last)
+            outside, steps = grid.distances(wanted, apart)
+            if outside and slot not in wrong and grid.has_wrong_code(wanted, stored):
+                wrong.add(slot)
+            if difference > MOST_LOST**2 * size and slot not in wrong:
+                least = least_lost(slot, wanted, apart, first, last)
+        else:
+            outside, steps = _outside_of_floats(slot, wanted, apart), -1.0
+            if outside:
+                wrong.add(slot)
+        return _Look(outside, steps, difference, least, size)
 
     looks = over_rows(slots, look, _ELEMENTS)
-    return [
-        _verdict(match, [look_at_slot for slot in match.slots for look_at_slot in looks[slot]], differ)
-        for match in found
-    ]
+    of_roles = ([look for slot in match.slots for look in looks[slot]] for match in matches)
+    totals = [_Look.total(of_role) if of_role else None for of_role in of_roles]
+    return [_verdict(match, total, differ, wrong) for match, total in zip(matches, totals, strict=True)]
 
 
 class _Look(NamedTuple):
     """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
-    explains, and how many even where the row's codes end; the most in steps, −1 for floats; and sums of squares.
+    explains; the most in steps, −1 for floats; and sums of squares.
     """
 
     outside: int
-    wrong: int
     steps: float
     difference: float
+    least: float  # that the difference could be, were the weight put in
     size: float
 
+    @classmethod
+    def total(cls, looks: Sequence[_Look]) -> _Look:
+        """At all of the rows that ``looks`` are of."""
+        outside, steps, *sums = zip(*looks, strict=True)
+        return cls(sum(outside), max(steps), *map(math.fsum, sums))
 
-def _distance(slot: Slot, wanted: Floats, apart: Floats, first: int, last: int) -> tuple[int, int, float]:
-    """The first figures of :class:`_Look` of ``wanted``, rows of the weight, ``apart`` from what is stored."""
-    constant, apart = slot.constant, np.abs(apart)
-    if constant is None or constant.source.packing is None or constant.folded:
-        half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-        outside = int(np.count_nonzero(~(apart <= half * np.abs(wanted))))
-        return outside, outside, -1.0
-    storage = constant.source.storage
-    scale = constant.source.scale.reshape(-1)[slot.part(storage.groups, first, last)] / np.float32(constant.factor)
-    step, rows = np.abs(scale)[:, None], (-1, scale.size, storage.columns)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        distances = apart.reshape(rows) / step
-        most = float(distances.max())
-        slack = _HALF if most <= _HALF else _HALF + DTYPES[slot.dtype].roundoff * np.abs(wanted.reshape(rows)) / step
-        outside = ~(distances <= slack)
-        if not outside.any():
-            return 0, 0, most
-        past = _past_the_last_code(slot, wanted.reshape(rows), step, first, last)
-        wrong = outside & ~((past > 0) & (np.abs(distances - past) <= slack))
-    return int(np.count_nonzero(outside)), int(np.count_nonzero(wrong)), most
+    @property
+    def error(self) -> float:
+        """Root mean square of the difference, as a share of the checkpoint's."""
+        return relative_error([self.difference], [self.size])
 
 
-def _past_the_last_code(slot: Slot, rows: Floats, step: Floats, first: int, last: int) -> Floats:
-    """How many steps each of ``rows`` lies beyond the lowest or the highest code; negative between them."""
-    source = slot.stored.source
-    lowest, highest = source.storage.bounds
-    zeros = source.zero_point.reshape(-1)[slot.part(source.storage.groups, first, last)][:, None].astype(np.float32)
-    codes = rows / np.where(step > 0, step, np.float32(np.inf)) * np.float32(math.copysign(1.0, slot.stored.factor))
-    beyond: Floats = np.maximum(lowest - zeros - codes, codes - (highest - zeros))
-    return beyond
+def _has_codes(slot: Slot) -> bool:
+    """Whether it is stored as codes, one for each number."""
+    return slot.constant is not None and slot.constant.source.packing is not None and not slot.constant.folded
 
 
-def _verdict(match: Match, looks: Sequence[_Look], differ: AbstractSet[Slot]) -> RoleVerdict:
-    """``looks``: of all rows of all constants that hold the role."""
-    places = match.places
-    types = tuple(sorted({place.found.tensor.type_name for place in places if place.found.tensor is not None}))
-    if match.problem:
-        verdict = DIFFERENT if places and match.name else NOT_FOUND
-        return RoleVerdict(match.role, match.name, match.shape, verdict, types, why=match.problem)
-    outside, wrong = sum(look.outside for look in looks), sum(look.wrong for look in looks)
-    error = relative_error([look.difference for look in looks], [look.size for look in looks])
-    most = max(look.steps for look in looks)
-    verdict, why = HALF_STEP, None
+def _outside_of_floats(slot: Slot, wanted: Floats, apart: Floats) -> int:
+    """How many numbers are further ``apart`` from a constant in floats than rounding to its type explains."""
+    half = 0.0 if slot.constant is None else _FLOAT_STEPS.get(slot.constant.source.storage.type, 0.0)
+    return int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(wanted))))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The codes of some rows, in numbers of the weight; all ``[groups]``."""
+
+    step: Floats
+    lowest: Floats  # what the codes at the ends stand for
+    highest: Floats
+    columns: int
+    roundoff: float  # of the checkpoint's type, as a share of a number
+
+    @classmethod
+    def of(cls, slot: Slot, first: int, last: int) -> _Grid:
+        """Of rows ``[first, last)`` of what ``slot`` stores as codes."""
+        source, storage = slot.stored.source, slot.stored.source.storage
+        groups = slot.part(storage.groups, first, last)
+        scale = source.scale.reshape(-1)[groups] / np.float32(slot.stored.factor)
+        zero_point = source.zero_point.reshape(-1)[groups]
+        ends = [scale * (code - zero_point).astype(np.float32) for code in storage.bounds]
+        return cls(np.abs(scale), np.minimum(*ends), np.maximum(*ends), storage.columns, DTYPES[slot.dtype].roundoff)
+
+    def distances(self, wanted: Floats, apart: Floats) -> tuple[int, float]:
+        """How many numbers are further ``apart`` from what is stored than half a step and what rounding to the type of
+        ``wanted`` explains; and the most in steps."""
+        distances = np.abs(self._by_group(apart))
+        furthest = distances.max(axis=(0, 2))
+        with np.errstate(divide="ignore", over="ignore"):
+            steps = np.divide(furthest, self.step, out=np.zeros_like(furthest), where=furthest > 0)
+        if not (most := float(steps.max())) > _HALF:
+            return 0, most
+        return int(np.count_nonzero(distances > self._slack(wanted))), most
+
+    def has_wrong_code(self, wanted: Floats, stored: Floats) -> bool:
+        """Whether a number is ``stored`` that is not the nearest of the grid: beyond its ends, that at the end is."""
+        nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
+        slack = self._slack(nearest)
+        return not bool((np.abs(nearest - self._by_group(stored)) <= slack).all())
+
+    def _slack(self, wanted: Floats) -> Floats:
+        slack: Floats = np.abs(self._by_group(wanted))
+        slack *= np.float32(self.roundoff)
+        slack += (self.step * np.float32(_HALF))[:, None]
+        return slack
+
+    def _by_group(self, rows: Floats) -> Floats:
+        """``[repeats, groups, columns]``."""
+        return rows.reshape(-1, self.step.size, self.columns)
+
+
+def _verdict(match: Match, look: _Look | None, differ: AbstractSet[Slot], wrong: AbstractSet[Slot]) -> RoleVerdict:
+    """``look``: at all rows of all constants that hold the role; None where none does.
+
+    Args:
+        differ: slots that hold other numbers.
+        wrong: slots that hold another code than the nearest.
+    """
+    types = {place.found.tensor.type_name for place in match.places if place.found.tensor is not None}
+    named = partial(RoleVerdict, match.role, match.name, match.shape, stored=tuple(sorted(types)))
+    if look is None:
+        return named(DIFFERENT if match.places and match.name else NOT_FOUND, why=match.problem)
     if differ.isdisjoint(match.slots):
-        verdict = EQUAL
-    elif outside and (wrong or not error <= MOST_LOST):
-        verdict, why = DIFFERENT, f"{outside} weights differ" + (f", by up to {most:.3g} steps" if most >= 0 else "")
-    elif outside:
-        verdict, why = NEAREST, f"{outside} weights lie beyond the last code of their row"
-    measured = most if 0 <= most < math.inf else None, error if error < math.inf else None
-    return RoleVerdict(match.role, match.name, match.shape, verdict, types, *measured, why)
+        verdict, why = EQUAL, None
+    elif not wrong.isdisjoint(match.slots):
+        verdict, why = DIFFERENT, f"{look.outside} weights differ"
+        why += f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
+    elif look.error > MOST_LOST:
+        verdict, why = _judge_loss(match, look)
+    elif look.outside:
+        verdict, why = NEAREST, f"{look.outside} weights lie beyond the last code of their row"
+    else:
+        verdict, why = HALF_STEP, None
+    return named(
+        verdict,
+        steps=look.steps if 0 <= look.steps < math.inf else None,
+        error=look.error if look.error < math.inf else None,
+        why=why,
+    )
+
+
+def _judge_loss(match: Match, look: _Look) -> tuple[str, str]:
+    """The verdict, and why, on nearest codes that lose much: of floats that were never trained on the file's grid, if
+    its scales are as good as any that an insertion would choose; of another weight, if they are not.
+    """
+    packings = (slot.stored.source.packing for slot in match.slots)
+    bits = {packing.bits for packing in packings if packing is not None}
+    loss = f"nearest codes of {' and '.join(map(str, sorted(bits)))} bits: loses {look.error:.0%}"
+    if look.difference > _AS_GOOD * look.least:
+        return DIFFERENT, f"{loss}, and with other scales {relative_error([look.least], [look.size]):.0%}"
+    return NEAREST if look.outside else HALF_STEP, loss

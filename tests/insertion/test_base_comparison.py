@@ -78,6 +78,21 @@ def test_one_scale_of_one_signature_is_named(sample: Path, base: Path, tmp_path:
     assert not apart(found(1.00001))
 
 
+def test_codes_that_are_nearest_by_scales_far_too_large_are_another_weight(
+    sample: Path, base: Path, tmp_path: Path
+) -> None:
+    """All of them are 0, and no number is further from that than half a step."""
+    role = "layers.1.down_proj"
+    changes = {}
+    for model, tensor in places_of(sample, role):
+        data, quantization = model.locate(tensor), tensor.quantization
+        changes[data.begin] = bytes(data.size)
+        scales = (quantization.scale * np.float32(1000)).astype("<f4")
+        changes[model.region.begin + quantization.scales.start] = scales.tobytes()
+    found = apart(compared(patched(tmp_path / "zeros.litertlm", changes), base))
+    assert found == {role: "nearest codes of 8 bits: loses 100%, and with other scales 1%"}
+
+
 def made(name: str, change: Callable[[np.ndarray], np.ndarray], source: str = "") -> Callable[[Weights], None]:
     """Puts in the tensor ``name``, made of the one that is there as ``source``."""
     return lambda weights: weights.update({name: change(weights[source or name])})

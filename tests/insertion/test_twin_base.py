@@ -32,7 +32,7 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedErro
 from mtp_extract.graph import reading
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.comparison import EQUAL, BaseComparison, compare_base
+from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, compare_base
 from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
@@ -183,6 +183,13 @@ def test_a_base_that_would_lose_a_tenth_of_a_role_is_refused(tmp_path: Path) -> 
     loss = report["loss"]["roles"]["layers.6.up_proj"]
     assert 0.2 < loss["relative_rms_error"] < 0.9 and loss["relative_change"] > 1
     assert report["loss"]["total"]["relative_rms_error"] == pytest.approx(loss["relative_rms_error"])
+    # What was written is no other base; how much of it is lost is said.
+    found = compared(new, base)
+    verdict = next(role for role in found.roles if role.role == "layers.6.up_proj")
+    assert found.problem is None and verdict.verdict == NEAREST
+    assert verdict.error == pytest.approx(loss["relative_rms_error"], rel=1e-3)
+    assert verdict.why == f"nearest codes of 2 bits: loses {verdict.error:.0%}"
+    assert "layers.6.up_proj: " in str(compared(TWIN, base).problem)
 
 
 # Norms that signatures do not share.
