@@ -20,7 +20,7 @@ from helpers.prompt_files import write_prompts
 from helpers.schemas import validator
 from msgspec.structs import replace
 
-from mtp_extract.errors import MtpExtractError, ServerError
+from mtp_extract.errors import MtpExtractError
 from mtp_extract.io import threads
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.page import plain_json
@@ -342,32 +342,6 @@ def test_a_bad_answer_is_counted_and_left_out(pair: tuple[ModelServer, ModelServ
     assert report["ended_early"] is None
 
 
-@pytest.mark.parametrize("how", ["it dies", "a signal"])
-def test_what_was_measured_is_kept_where_it_ends(
-    pair: tuple[ModelServer, ModelServer], tmp_path: Path, how: str
-) -> None:
-    """After eight failures in a row; or as Ctrl-C ends it."""
-    server, own, saved = pair[0], pair[0].answer, list[Benchmark]()
-    many = [f"prompt {number}" for number in range(40)]
-    server.fails = {} if how == "a signal" else dict.fromkeys(many[12:], 500)
-    asked = write_prompts(tmp_path / "many.jsonl", {"many": many})
-
-    def show(part: str, done: int, size: int) -> None:
-        if how == "a signal" and done == 12:
-            raise KeyboardInterrupt
-
-    server.answer = own
-    error: type[BaseException] = KeyboardInterrupt if how == "a signal" else ServerError
-    with pytest.raises(error):
-        run_benchmark(plan(asked, server, show=show, rescue=saved.append))
-    (found,) = saved
-    report = checked(found)
-    assert found.total.texts == 12
-    done = 12 if how == "a signal" else 20
-    assert report["findings"][0].startswith(f"it ended after {done} prompts: ")
-    assert len(server.asked) == done + 1, "one to warm up"
-
-
 def test_accepted_drafts_without_a_count_of_drafts(prompts: Path) -> None:
     """Of three prompts the answer says what was accepted alone: it is no part of the share."""
     with model_server("mlx-vlm") as server:
@@ -467,19 +441,22 @@ def test_the_command(pair: tuple[ModelServer, ModelServer], prompts: Path, monke
 def test_the_command_prints_what_was_measured_until_then(
     pair: tuple[ModelServer, ModelServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """Where the server dies, and at Ctrl-C; then the error."""
+    """Where the server dies, which eight failures in a row show, and at Ctrl-C; then the error."""
     server, many = pair[0], [f"prompt {number}" for number in range(30)]
     asked = write_prompts(tmp_path / "many.jsonl", {"many": many})
     if status == 1:
         server.fails = dict.fromkeys(many[6:], 500)
     else:
         own = Server.try_each
-        monkeypatch.setattr(
-            Server, "try_each", lambda *given: raises() if len(server.asked) == 7 else own(*given), raising=True
-        )
-    done = run_here("bench", server.url, "--prompts", asked, "--max-tokens", str(TOKENS))
+        # One request warms up.
+        monkeypatch.setattr(Server, "try_each", lambda *given: raises() if len(server.asked) == 7 else own(*given))
+
+    done = run_here("bench", server.url, "--prompts", asked, "--max-tokens", str(TOKENS), "--json")
+
     assert done.returncode == status
-    assert done.stdout.startswith("Measured: ")
-    assert "Finding: it ended after " in done.stdout
+    report = json.loads(done.stdout)
+    validator("bench")(report)
+    assert (report["total"]["texts"], len(server.asked)) == (6, 15 if status == 1 else 7)
+    assert any(finding.startswith("it ended after ") for finding in report["findings"])
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: interrupted; " if status == 130 else f"error: {server.url}: expected /v1/chat")

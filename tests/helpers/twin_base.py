@@ -2,14 +2,14 @@
 
 ``data/twin_base``: embedder, per-layer embedder and decoder of eight layers, with what the published files have: an id
 guard, a table a layer, INT8 caches, weights of 2, 4 and 8 bits with static grids and trained scales, an output guard;
-and the base in the form of Google's public mobile checkpoint. Floats are made of that here, apart from the package.
+and the base in the form of Google's public mobile checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
-from safetensors.numpy import load_file
+from seam import GEMMA4, read_base, roles_of
 
-from helpers.bases import Weights, _stored, _write
+from helpers.bases import PREFIX, Weights, _stored, _write
 from helpers.make_bundle import added, bundle, code_of, kind, load, pack, parts_of, set_buffer
 
 _DATA = Path(__file__).resolve().parent.parent / "data" / "twin_base"
@@ -28,37 +28,11 @@ Edit = Callable[[Any], None]
 
 
 def floats() -> Weights:
-    """The base's weights, float32, by transformers' name."""
-    stored = load_file(MOBILE / "model.safetensors")
-    weights = Weights()
-    for name, values in stored.items():
-        module, _, last = name.rpartition(".")
-        scale = stored.get(f"{module}.weight_scale", stored.get(f"{module}.embedding_scale"))
-        if module.startswith("lm_head") or last.endswith("_scale"):
-            continue
-        if last in ("weight", "embedding_quantized") and scale is not None:
-            columns = _columns(module, stored)
-            codes = values if values.dtype == np.int8 else _unpacked(values, columns)
-            weights[f"{module}.weight"] = codes * np.repeat(scale, columns // scale.shape[1], 1)
-        else:
-            weights[name] = values
-    return {name: np.ascontiguousarray(weight, np.float32) for name, weight in weights.items()}
-
-
-def _columns(module: str, stored: Mapping[str, npt.NDArray[Any]]) -> int:
-    """64 is the width of the stream, 16 that of a layer's own embedding, of which there are eight."""
-    layer = module.rpartition(".")[0].removesuffix(".mlp").removesuffix(".self_attn")
-    if module.endswith("o_proj"):
-        return len(stored[f"{layer}.self_attn.q_proj.weight_scale"])
-    if module.endswith("down_proj"):
-        return len(stored[f"{layer}.mlp.gate_proj.weight_scale"])
-    return 16 if module.endswith("per_layer_projection") else 128 if module.endswith("per_layer") else 64
-
-
-def _unpacked(packed: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
-    bits = 8 * packed.shape[1] // columns
-    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return np.stack(parts, -1).reshape(len(packed), columns).astype(np.float32) - 2 ** (bits - 1)
+    """The base's weights, float32, by transformers' name: what the codes of the mobile checkpoint stand for."""
+    stored = dict(read_base(MOBILE).weights)
+    del stored["lm_head"]  # In floats it is the embedding.
+    names = {role.name: PREFIX + role.names["transformers"] for role in roles_of(8, architecture=GEMMA4)}
+    return {names[role]: np.ascontiguousarray(weight.array()) for role, weight in stored.items()}
 
 
 def twin_base(out: Path, change: Callable[[Weights], None] = lambda weights: None, dtype: str = "") -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from flatbuffers import flexbuffers
-from helpers.make_bundle import TABLE, Memory, pack, table, vector
+from helpers.make_bundle import TABLE, Memory, Part, bundle, pack, table, vector
 from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.surgery import Graph
 from helpers.twin_base import TWIN, edited_twin
@@ -26,10 +26,12 @@ from seam import (
     FormatError,
     FoundRole,
     MtpExtractError,
+    NoDrafterError,
     Region,
     UnsupportedError,
     base,
     base_module,
+    bundle_module,
     check_names,
     checkpoint_of,
     evaluate,
@@ -165,13 +167,13 @@ def shared_scales(count: int) -> bytes:
     return bytes(builder.Output())
 
 
-def shared_tables(count: int) -> bytes:
+def shared_tables(count: int, buffers: int = 1) -> bytes:
     """``count`` subgraphs that are one, of ``count`` tensors that are one, with a name of ``count`` bytes."""
     builder = flatbuffers.Builder(1 << 16)
     tensor = table(builder, 4, (TABLE, 3, builder.CreateString("x" * count)))
     graph = table(builder, 1, (TABLE, 0, vector(builder, [tensor] * count)))
-    graphs, buffers = vector(builder, [graph] * count), vector(builder, [table(builder, 1)])
-    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, buffers)), b"TFL3")
+    graphs, empty = vector(builder, [graph] * count), vector(builder, [table(builder, 1)] * buffers)
+    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, empty)), b"TFL3")
     return bytes(builder.Output())
 
 
@@ -218,8 +220,25 @@ def test_what_is_read_grows_with_the_bytes(family: Callable[[int], bytes], use: 
 
 
 def test_tables_that_are_shared_without_end_are_refused_by_that_name() -> None:
-    with pytest.raises(FormatError, match="by sharing parts"):
+    with pytest.raises(FormatError, match=r"more elements.* by sharing parts"):
         model_of(shared_tables(1000))
+
+
+def test_many_small_files_that_describe_gigabytes_are_searched_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many sections do not add up to more work than one file is worth."""
+    monkeypatch.setattr(bundle_module, "_SEARCH_BUDGET", 100_000)
+    section = Part(3, shared_tables(1000), {"model_type": "tf_lite_aux"})
+    (tmp_path / "many.litertlm").write_bytes(bundle([section] * 40))
+    with pytest.raises(NoDrafterError):
+        extract(tmp_path / "many.litertlm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_buffers_is_refused_by_the_buffer_that_a_tensor_names() -> None:
+    with pytest.raises(FormatError, match="names buffer 0 of 0"):
+        model_of(shared_tables(1, buffers=0))
 
 
 def test_a_signature_that_is_listed_several_times_is_one() -> None:

@@ -7,13 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import flatbuffers
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import (
     DRAFTER,
-    TABLE,
     Memory,
     Part,
     added,
@@ -23,12 +21,9 @@ from helpers.make_bundle import (
     on_model,
     pack,
     set_buffer,
-    table,
-    vector,
 )
 from helpers.make_drafter import DrafterSpec, plain_model
 from seam import (
-    Budget,
     FormatError,
     MtpExtractError,
     NoDrafterError,
@@ -36,10 +31,8 @@ from seam import (
     RoleError,
     TruncatedError,
     UnsupportedError,
-    bundle_module,
     checkpoint_of,
     inspect,
-    model_of,
     open_bundle,
     read,
 )
@@ -441,41 +434,6 @@ def test_composites(tmp_path: Path, change: Callable[[Any], None], error: type[M
     model = plain_model()
     change(model)
     refuse(pack(model), tmp_path, error, match)
-
-
-def _shared_tables(subgraphs: int, tensors: int, name: int, buffers: int = 1) -> bytes:
-    """A model of ``subgraphs`` × ``tensors`` tensors that are all one, with a name of ``name`` bytes."""
-    builder = flatbuffers.Builder(1 << 16)
-    tensor = table(builder, 4, (TABLE, 3, builder.CreateString("x" * name)))
-    graph = table(builder, 1, (TABLE, 0, vector(builder, [tensor] * tensors)))
-    graphs = vector(builder, [graph] * subgraphs)
-    empty = vector(builder, [table(builder, 1)] * buffers)
-    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, empty)), b"TFL3")
-    return bytes(builder.Output())
-
-
-@pytest.mark.parametrize(("shape", "budget"), [((2000, 4000, 1), 50_000), ((100, 100000, 60000), None)])
-def test_a_small_file_that_describes_gigabytes(shape: tuple[int, int, int], budget: int | None) -> None:
-    bomb = _shared_tables(*shape)
-    with pytest.raises(FormatError, match="more elements"):
-        model_of(bomb, None if budget is None else Budget(budget))
-
-
-def test_a_model_without_buffers() -> None:
-    """Of which every tensor names one all the same: 0, where others have nothing."""
-    data = _shared_tables(1, 1, 1, buffers=0)
-    with pytest.raises(FormatError, match="names buffer 0 of 0"):
-        model_of(data)
-
-
-def test_many_small_files_that_describe_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many sections do not add up to more work than one file is worth."""
-    monkeypatch.setattr(bundle_module, "_SEARCH_BUDGET", 100_000)
-    bomb = _shared_tables(1000, 2000, 1)
-    (tmp_path / "many.litertlm").write_bytes(bundle([Part(3, bomb, {"model_type": "tf_lite_aux"})] * 40))
-    with pytest.raises(NoDrafterError):
-        extract(tmp_path / "many.litertlm", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_op_that_reads_what_nothing_computes(tmp_path: Path) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.commands import run_here
 from helpers.make_bundle import load
 from helpers.surgery import Graph, sound
 from helpers.variant_files import variant
-from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
@@ -204,21 +201,3 @@ def test_an_operator_that_does_something_is_found_by_the_interpreter(tmp_path: P
 
     assert done.returncode == 1
     assert done.stdout.startswith("Refuted: interpreter")
-
-
-@pytest.mark.torch
-def test_weights_that_were_swapped_by_hand_are_found(tmp_path: Path) -> None:
-    file, made = edited(tmp_path / "odd.tflite", in_attention), tmp_path / "made"
-    run_here("extract", file, "-o", made, "--unproven", "--dtype", "f32")
-    weights = load_file(made / WEIGHTS)
-    first, second = (f"model.layers.{index}.mlp.up_proj.weight" for index in (0, 1))
-    assert not np.array_equal(weights[first], weights[second])
-    weights[first], weights[second] = weights[second], weights[first]
-    shutil.copytree(made, tmp_path / "swapped")
-    (tmp_path / "swapped" / "extraction.json").unlink()
-    save_file(weights, tmp_path / "swapped" / WEIGHTS, {"format": "pt"})
-
-    done = run_here("validate", tmp_path / "swapped", "--source", file)
-
-    assert done.returncode == 1
-    assert done.stdout.startswith("Refuted: tensors")

@@ -137,6 +137,11 @@ def test_nothing_from_outside_is_markup(name: str) -> None:
     assert visible(name) in "".join(shown for _, shown in page.texts)
 
 
+def test_without_matplotlib_it_says_that_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_extract.report.page.find_spec", lambda name: None)
+    assert "Nothing is drawn: matplotlib is missing" in as_html(shown())
+
+
 def test_it_loads_nothing_and_is_the_same_again() -> None:
     text = as_html(shown())
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
