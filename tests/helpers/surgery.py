@@ -89,33 +89,57 @@ class Layer:
 
     def __init__(self, g: Graph, index: int) -> None:
         name = f"layers.{index}"
+        self._find_sums(g, name)
+        self._find_attention(g, name)
+        self._find_mask(g)
+        self._find_rotation(g)
+        self._find_feed_forward(g, name)
+
+    def _find_sums(self, g: Graph, name: str) -> None:
+        """From the layer's result back to its stream: the scalar, the second sum and the first."""
         factor = g.roles[f"{name}.layer_scalar"]
         self.scaler = g.reader(factor)
-        self.out, self.summed = int(self.scaler.outputs[0]), _other(self.scaler, factor)
-        self.second, self.ffw_branch = g.producer(self.summed), g.normed(f"{name}.post_ffw_norm")
+        self.out = int(self.scaler.outputs[0])
+        self.summed = _other(self.scaler, factor)
+
+        self.second = g.producer(self.summed)
+        self.ffw_branch = g.normed(f"{name}.post_ffw_norm")
         self.middle = _other(self.second, self.ffw_branch)
-        self.first, self.attention_branch = g.producer(self.middle), g.normed(f"{name}.post_attention_norm")
+
+        self.first = g.producer(self.middle)
+        self.attention_branch = g.normed(f"{name}.post_attention_norm")
         self.stream = _other(self.first, self.attention_branch)
+
+    def _find_attention(self, g: Graph, name: str) -> None:
+        """From the o projection back to the q projection: both products, and the softmax between them."""
         attend, query = g.linear(f"{name}.o_proj"), g.linear(f"{name}.q_proj")
         self.merged, self.attention_out = int(attend.inputs[0]), int(attend.outputs[0])
         self.attended = int(g.producer(self.merged).inputs[0])
         self.mix = g.producer(self.attended)
         self.probabilities, self.value = (int(operand) for operand in self.mix.inputs)
+
         self.softmax = g.producer(self.probabilities)
         self.masked = int(self.softmax.inputs[0])
         self.masker = g.producer(self.masked)
         self.scores = int(self.masker.inputs[1 if g.kind(self.masker) == "SELECT_V2" else 0])
         self.score = g.producer(self.scores)
         self.queries, self.key = (int(operand) for operand in self.score.inputs)
-        grouping = g.producer(self.queries)
-        self.rotated = int(grouping.inputs[0]) if g.kind(grouping) == "RESHAPE" else self.queries
+
         self.query_in, self.query = int(query.inputs[0]), int(query.outputs[0])
         self.query_normed = g.normed(f"{name}.q_norm")
+
+    def _find_mask(self, g: Graph) -> None:
         self.select = next(op for op in g.before(self.masked, self.scores) if g.kind(op) == "SELECT_V2")
         self.visible = int(self.select.inputs[0])
+
+    def _find_rotation(self, g: Graph) -> None:
+        grouping = g.producer(self.queries)
+        self.rotated = int(grouping.inputs[0]) if g.kind(grouping) == "RESHAPE" else self.queries
         turning = list(g.before(self.rotated, self.query_normed))
         self.cos, self.sin = (next(int(op.outputs[0]) for op in turning if g.kind(op) == k) for k in ("COS", "SIN"))
         self.angle = int(g.producer(self.cos).inputs[0])
+
+    def _find_feed_forward(self, g: Graph, name: str) -> None:
         gate, up, down = (g.linear(f"{name}.{role}_proj") for role in ("gate", "up", "down"))
         self.ffw_in, self.gate, self.up = int(gate.inputs[0]), int(gate.outputs[0]), int(up.outputs[0])
         self.product, self.down = int(down.inputs[0]), int(down.outputs[0])

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 import huggingface_hub
 import pytest
+from helpers.bounds import HANG
 from helpers.hub_fixtures import Patient, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 
@@ -95,7 +96,7 @@ def trickle(request: str, say: Say) -> None:
 
 
 def silent(request: str, say: Say) -> None:
-    threading.Event().wait(20 * WINDOW)
+    threading.Event().wait(HANG)
 
 
 def read_all(url: str) -> bytes:
