@@ -28,7 +28,7 @@ from mtp_extract.data import sample_base
 from mtp_extract.formats import read_checkpoint
 
 EMBEDDING = "model.embed_tokens."
-STORED = (
+INTEGERS = (
     "jax_cap_none",
     "torch_odd_sizes",
     "torch_asymmetric",
@@ -117,7 +117,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
 @pytest.mark.parametrize("format_", ["compressed-tensors", "compressed-tensors-sglang", "gemma"])
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_transformers_computes_the_same_with_integers(name: str, format_: str, tmp_path: Path, reference: Any) -> None:
     pytest.importorskip("compressed_tensors")
     extract(variant(name), tmp_path / "out", format=format_)
@@ -155,7 +155,7 @@ def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, r
     assert float((plain.logits - expected.logits).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
     """``scale · stored + bias`` in F32 rounds where the codes' own product does not, by a part of a step."""
     mlx = pytest.importorskip("mlx.core")

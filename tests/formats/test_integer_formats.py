@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFReader, dequantize
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import STORED, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import convert, extract
@@ -33,12 +33,11 @@ from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.extraction import checkpoint_of
 
-NAMES = sorted(VARIANTS.keys() - REFUSED)
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
 GROUPS = (32, 64, 128)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=STORED)
 def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A variant, and all that it holds: what is converted of it is what is extracted (``test_conversion``)."""
     directory = tmp_path_factory.mktemp("extracted") / request.param

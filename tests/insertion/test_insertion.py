@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 from helpers.blocks import blockwise_int2
 from helpers.make_bundle import DRAFTER, bundle, drafter_of, load, pack, parts_of, set_buffer
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import REFUSED, STORED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import convert, extract
@@ -30,7 +30,8 @@ from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.pipeline.extraction import checkpoint_of
 
 # Tests of one variant share its checkpoint, and so a process.
-MADE = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(set(VARIANTS) - REFUSED)]
+NAMES = sorted(set(VARIANTS) - REFUSED)
+MADE = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
 CODED = ("torch_blockwise32", "torch_folded_softcap", "torch_asymmetric", "torch_int2")
 EXACT = {"dtype": "f32", "codes": True}
 HEAD = "model.embed_tokens.weight"
@@ -93,8 +94,12 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     assert after[3, 5] == changed
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("name", MADE)
+ROUNDED = [*((made, "f32") for made in NAMES), *((made, "bf16") for made in STORED)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param(*both, marks=pytest.mark.xdist_group(both[0])) for both in ROUNDED]
+)
 def test_an_untouched_variant(name: str, dtype: str, own: Callable[[str], Path], tmp_path: Path) -> None:
     source = own(name)
     if dtype == "bf16":

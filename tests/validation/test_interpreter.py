@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.first_pair import first_bundle
 from helpers.make_drafter import DrafterSpec, plain_drafter
-from helpers.variant_files import REFUSED, VARIANTS, variant
+from helpers.variant_files import REFUSED, STORED, VARIANTS, variant
 from seam import model_of
 
 import mtp_extract
@@ -45,8 +45,6 @@ from mtp_extract.validation.parity import (
 )
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
-
-SLIDING_WINDOW = 16
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16])
@@ -92,12 +90,18 @@ def test_what_agrees(nearby: float, everywhere: float, correlation: float, agree
     assert found.agrees == agrees
 
 
-@pytest.mark.parametrize("slots", [XNNPACK_SLOTS, 0], ids=["xnnpack", "reference kernels"])
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"jax_hadamard"}))
-def test_every_way_of_quantizing(name: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+BOTH_KERNELS = [
+    *((XNNPACK_SLOTS, name) for name in sorted(set(VARIANTS) - REFUSED)),
+    *((0, name) for name in STORED),
+]
+
+
+@pytest.mark.parametrize(("slots", "name"), BOTH_KERNELS)
+def test_every_way_of_quantizing_agrees(slots: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By XNNPACK's kernels, and by the reference ones."""
     monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", slots)
     with mtp_extract.open(variant(name)) as opened:
-        source = opened.drafter(SLIDING_WINDOW if name in REFUSED else None)
+        source = opened.drafter()
         found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
     assert found.agrees
     assert found.in_floats.worst < found.nearby_allowed
@@ -332,10 +336,11 @@ def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: S
         measured(drafter, dataclasses.replace(source, model=apart_from))
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("transformers", "bf16"), ("transformers", "f16"), ("litert", None)])
-def test_a_directory_that_is_rounded(tmp_path: Path, layout: str, dtype: Any) -> None:
-    """Its tensors are held against the file's by identity; parity is of the file's, and as sharp."""
-    mtp_extract.extract(first_bundle(), tmp_path / "d", format=layout, dtype=dtype)
-    found = run_validation(ValidationPlan(tmp_path / "d", source=str(first_bundle()), samples=4))
-    (check,) = (check for check in found.checks if check.name == "interpreter")
-    assert check.passed and found.verified
+def test_a_directory_that_is_rounded_is_as_sharply_compared(tmp_path: Path) -> None:
+    """Its tensors are held against the file's by identity; parity is of the file's."""
+    mtp_extract.extract(first_bundle(), tmp_path / "d", dtype="f16")
+
+    validation = run_validation(ValidationPlan(tmp_path / "d", source=str(first_bundle()), samples=4))
+
+    (check,) = (check for check in validation.checks if check.name == "interpreter")
+    assert check.passed and validation.verified
