@@ -37,23 +37,34 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, sh
     loaded = load_base(base)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    calls_of_role: dict[str, list[Tensor]] = {
+    ends_of_role: dict[str, list[Tensor]] = {
         r.name: [] for r in roles_of(drafter.config.num_layers) if r.kind == MATRIX
     }
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls_of_role[role].append(torch.stack((*inputs[0].aminmax(), *output.aminmax())))
+        ends_of_role[role].append(torch.stack((*inputs[0].aminmax(), *output.aminmax())))
 
-    def spanned(ends: Tensor) -> Range:
-        return float(ends[:, 0].min()), float(ends[:, 1].max())
-
-    for role in calls_of_role:
+    for role in ends_of_role:
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
-    sizes: dict[str, Any] = {"new_tokens": _NEW_TOKENS, "batch": _BATCH, "chat_template": True}
     with memory_guard("running the base"):
-        written = write_texts(pair.base, pair.codec, shipped_prompts(FEW), **sizes, say=say, show=show)
+        written = write_texts(
+            pair.base,
+            pair.codec,
+            shipped_prompts(FEW),
+            new_tokens=_NEW_TOKENS,
+            batch=_BATCH,
+            chat_template=True,
+            say=say,
+            show=show,
+        )
         say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, show=show)
-    ranges = {role: torch.stack(calls) for role, calls in calls_of_role.items()}
-    return {role: (spanned(ends[:, :2]), spanned(ends[:, 2:])) for role, ends in ranges.items()}
+    return {role: _ranges_of(torch.stack(ends)) for role, ends in ends_of_role.items()}
+
+
+def _ranges_of(ends: Tensor) -> tuple[Range, Range]:
+    """Of what goes in and of what comes out, by the ``ends`` of both in every call, [calls, 4]."""
+    low_in, _, low_out, _ = ends.amin(0).tolist()
+    _, high_in, _, high_out = ends.amax(0).tolist()
+    return (low_in, high_in), (low_out, high_out)

@@ -30,30 +30,39 @@ def measure_cut_off(directory: str, grids: Grids, *, say: Say, show: Show) -> fl
     """
     say(f"loading the base {directory}")
     loaded = load_base(directory)
-    decoder = loaded.model.get_decoder()
-    counts = torch.zeros(2, dtype=torch.float64)
-
-    def note(
-        of: tuple[Activation | None, Activation | None], module: Any, inputs: tuple[Tensor, ...], output: Tensor
-    ) -> None:
-        for values, grid in ((inputs[0], of[0]), (output, of[1])):
-            if grid is not None:
-                low, high = (grid.scale * (end - grid.zero_point) for end in _ENDS[grid.type])
-                half = grid.scale / 2
-                beyond = (values < low - half) | (values > high + half)
-                counts.add_(torch.tensor([float(beyond.sum()), float(values.numel())], dtype=torch.float64))
-
-    modules = _modules(decoder, grids)
-    hooks = [modules[role].register_forward_hook(partial(note, of)) for role, of in grids.items() if role in modules]
+    counts = _Counts()
+    # The model goes with this function, and its hooks with it.
+    for role, module in _modules(loaded.model.get_decoder(), grids).items():
+        module.register_forward_hook(partial(counts.add_call, *grids[role]))
     codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
     texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
     with memory_guard("running the base"), torch.inference_mode():
         for text in report_each(texts, show, "texts read"):
             loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    beyond, numbers = counts.tolist()
-    return beyond / numbers if numbers else 0.0
+    return counts.beyond / counts.numbers if counts.numbers else 0.0
+
+
+class _Counts:
+    """Of numbers that go into modules and come out."""
+
+    numbers = 0
+    beyond = 0  # a grid
+
+    def add_call(
+        self,
+        grid_in: Activation | None,
+        grid_out: Activation | None,
+        module: Any,
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:
+        """Count a call of ``module``, as a hook of it."""
+        for values, grid in ((inputs[0], grid_in), (output, grid_out)):
+            if grid is not None:
+                low, high = (grid.scale * (end - grid.zero_point) for end in _ENDS[grid.type])
+                half = grid.scale / 2
+                self.beyond += int(((values < low - half) | (values > high + half)).sum())
+                self.numbers += values.numel()
 
 
 def _modules(decoder: Any, grids: Mapping[str, object]) -> dict[str, Any]:
