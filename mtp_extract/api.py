@@ -288,6 +288,9 @@ def tune(plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callabl
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
         OutputError: the result cannot be written, or reads back differently; nothing is left behind.
     """
+    from mtp_extract.evaluation.extras import require
+
+    require("torch", "transformers", "accelerate")
     from mtp_extract.tuning.run import run_tuning
 
     return run_tuning(plan, say, tell, stop)

@@ -6,18 +6,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
+
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.extras import require
-from mtp_extract.evaluation.progress import Show, silent
+from mtp_extract.evaluation.base_model import memory_guard
+from mtp_extract.evaluation.progress import Say, Show, silent
+from mtp_extract.io.address import public_name
+from mtp_extract.tuning.corpus import Corpus, gather_texts, split_prompts
+from mtp_extract.tuning.eagle3 import new_head
+from mtp_extract.tuning.ordered import head_refusals, make_head, with_zero_head, without_ordered_head
+from mtp_extract.tuning.pair import Pair, check_writable, write_made
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
-
-if TYPE_CHECKING:
-    from mtp_extract.checkpoint.checkpoint import Checkpoint
-    from mtp_extract.tuning.corpus import Corpus
-    from mtp_extract.tuning.pair import Pair
-    from mtp_extract.tuning.verdict import Comparisons
+from mtp_extract.tuning.rounds import measure_acceptance
+from mtp_extract.tuning.train import latents_of, train
+from mtp_extract.tuning.verdict import Comparisons
+from mtp_extract.tuning.work import lock_folder
 
 
 @dataclass(frozen=True)
@@ -31,30 +37,10 @@ class Outcome:
 
 
 def run_tuning(
-    plan: TuningPlan,
-    say: Callable[[str], None] = lambda line: None,
-    tell: Show = silent,
-    stop: Callable[[], bool] = lambda: False,
+    plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callable[[], bool] = lambda: False
 ) -> Outcome:
-    """Train, or make a head; measure it before and after on held-out text; save what is better.
-
-    Args:
-        say: told what is being done.
-        tell: called after every batch of text and every step.
-        stop: asked after every step: what is best so far is then measured, and saved if it is better, marked as
-            interrupted; a later run with the same plan resumes there.
-
-    Raises:
-        MtpExtractError: a part is missing, does not fit, or does not fit into memory.
-        OutputError: the result cannot be written, or reads back differently; nothing is left behind.
-    """
-    require("torch", "transformers", "accelerate")
+    """Train, or make a head, and save what is better, as :func:`mtp_extract.api.tune` says."""
     plan.check()
-    from mtp_extract.evaluation.base_model import memory_guard
-    from mtp_extract.tuning.corpus import gather_texts, split_prompts
-    from mtp_extract.tuning.pair import Pair, write_made
-    from mtp_extract.tuning.work import lock_folder
-
     # Too few prompts are no reason to load a base.
     split_prompts(plan)
     pair = Pair(plan, say)
@@ -65,7 +51,7 @@ def run_tuning(
     with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
         corpus = gather_texts(pair, tell)
         checkpoint, about, comparisons = _make_and_compare(pair, corpus, tell, stop)
-    refused = tuple(_refusals(plan, about, comparisons))
+    refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
     record = {**about, **_describe(pair, corpus, refused, comparisons)}
     directory = plan.target if plan.force or not refused else None
     if directory and is_first:
@@ -77,10 +63,6 @@ def run_tuning(
 
 def _check_format(pair: Pair) -> None:
     """Raise MtpExtractError where the drafter's format has no room for what the mode makes, before any work is done."""
-    from mtp_extract.tuning.ordered import with_zero_head
-    from mtp_extract.tuning.pair import check_writable
-    from mtp_extract.tuning.train import latents_of
-
     if pair.plan.mode == ORDERED:
         check_writable(pair.origin, with_zero_head(pair.origin.checkpoint), ORDERED)
     elif pair.plan.mode != EAGLE3:
@@ -91,11 +73,6 @@ def _make_and_compare(
     pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
 ) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
     """What the plan's mode makes, how it was made, and how it drafts on held-out text beside what was there before."""
-    from mtp_extract.tuning.eagle3 import new_head
-    from mtp_extract.tuning.ordered import make_head, without_ordered_head
-    from mtp_extract.tuning.rounds import measure_acceptance
-    from mtp_extract.tuning.verdict import Comparisons
-
     mode = pair.plan.mode
     if mode == EAGLE3:
         new_head(pair, corpus.trained)
@@ -116,8 +93,6 @@ def _make_and_compare(
 
 def _train(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> tuple[Checkpoint, dict[str, Any]]:
     """The trained checkpoint, and how it was trained, for the record."""
-    from mtp_extract.tuning.train import latents_of, train
-
     latents = latents_of(pair)
     progress = train(pair, corpus, latents, tell, stop)
     about = {
@@ -130,19 +105,8 @@ def _train(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> 
     return latents.tuned(progress.results), about
 
 
-def _refusals(plan: TuningPlan, about: Mapping[str, Any], comparisons: Comparisons) -> Iterator[str]:
-    """Why what was made is not to be saved."""
-    from mtp_extract.tuning.ordered import head_refusals
-
-    return head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused()
-
-
 def _describe(pair: Pair, corpus: Corpus, refused: Sequence[str], comparisons: Comparisons) -> dict[str, Any]:
     """What the record says of every tuning: recipe, base, texts, and the measurements before and after."""
-    import msgspec
-
-    from mtp_extract.io.address import public_name
-
     return {
         "recipe": pair.plan.recipe,
         "base": public_name(pair.plan.base),

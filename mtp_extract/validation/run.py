@@ -86,7 +86,7 @@ def run_validation(plan: ValidationPlan) -> Validation:
 
 
 def _find_drafter(plan: ValidationPlan, stack: ExitStack) -> tuple[str, Path, ValidationPlan]:
-    """Name, directory and plan of the drafter: the sample is extracted, and gone with the ``stack``."""
+    """What to call the drafter, where it is, and the plan for it: the sample's is gone with the ``stack``."""
     if plan.directory is None:
         plan.say("extracting the sample")
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
