@@ -240,5 +240,6 @@ class Eagle3Drafter(DrafterNetwork):
 
     def _embedding(self, embed: Embed) -> Embed:
         """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""
-        weight, scale = self.fc.weight, self.config.backbone_hidden_size**-0.5
+        weight = self.fc.weight
+        scale = self.config.backbone_hidden_size**-0.5
         return self.embed_tokens or (lambda tokens: (embed(tokens).float() * scale).to(weight))

@@ -57,7 +57,8 @@ class OrderedHeadNetwork(nn.Module):
 
     def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
         super().__init__()
-        self.head, self.vocab_size = head, config.vocab_size
+        self.head = head
+        self.vocab_size = config.vocab_size
         self.centroids = nn.Linear(config.hidden_size, head.num_centroids, bias=False)
         self.register_buffer("token_ordering", torch.zeros(config.vocab_size, dtype=torch.long))
         self.token_ordering: Tensor
@@ -90,7 +91,8 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig, layer: LayerConfig) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
+        self.config = config
+        self.layer = layer
         self.approximate = "tanh" if config.hidden_activation == "gelu_pytorch_tanh" else "none"
         width = config.hidden_size
         inner = config.intermediate_size

@@ -118,7 +118,7 @@ def _require_shallow(messages: object) -> None:
     values = [messages]
     for _ in range(_DEEPEST):
         holders = [value for value in values if isinstance(value, (dict, list))]
-        values = [item for held in holders for item in (held.values() if isinstance(held, dict) else held)]
+        values = [item for holder in holders for item in (holder.values() if isinstance(holder, dict) else holder)]
     if values:
         raise ValueError(f"messages nested more than {_DEEPEST} deep")
 

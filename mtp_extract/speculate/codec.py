@@ -40,7 +40,8 @@ class Codec:
     """The base's tokenizer; with None prompts are token ids, and results have no text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self.tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
 
     @property
     def has_template(self) -> bool:
@@ -60,7 +61,8 @@ class Codec:
         if isinstance(prompt, str) and chat_template and self.has_template:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
-            tokens, bos = self.continued(prompt), getattr(self.tokenizer, "bos_token_id", None)
+            tokens = self.continued(prompt)
+            bos = getattr(self.tokenizer, "bos_token_id", None)
             tokens = tokens if bos is None or tokens[:1] == (bos,) else (bos, *tokens)
         elif any(isinstance(part, Mapping) for part in prompt):
             tokens = self.continued(self._written(prompt))

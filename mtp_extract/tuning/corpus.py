@@ -64,7 +64,7 @@ class Corpus:
         return tuple(chain.from_iterable(self.kinds))
 
     @cached_property
-    def known(self) -> frozenset[int]:
+    def sequences(self) -> frozenset[int]:
         """Of every sequence of tokens that training has seen, its number."""
         return frozenset(chain.from_iterable(_sequences(text.tokens) for text in self.trained))
 
@@ -74,15 +74,15 @@ class Corpus:
         Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
         that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
         """
-        trained_on = was_trained_on(watched, self.watched, self.known)
+        trained_on = was_trained_on(watched, self.watched, self.sequences)
         parts = [watched.where(rows) for rows in (trained_on, ~trained_on)]
         if any(part.texts < LEAST_TEXTS for part in parts):
             return watched.teacher_forced
         return sum(part.teacher_forced for part in parts) / 2
 
 
-def was_trained_on(measured: Acceptance, texts: Sequence[Text], known: Container[int]) -> Tensor:
-    """Bool [N]: of each anchor of ``texts``, whether the 8 tokens that end with its last draft are ``known``.
+def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Container[int]) -> Tensor:
+    """Bool [N]: of each anchor of ``texts``, whether the 8 tokens that end with its last draft are ``trained`` on.
 
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
     up to the seventh.
@@ -90,7 +90,7 @@ def was_trained_on(measured: Acceptance, texts: Sequence[Text], known: Container
     ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
     sequences = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
     anchors = zip(measured.text.tolist(), ends.tolist(), strict=True)
-    return torch.tensor([sequences[index][end] in known for index, end in anchors], dtype=torch.bool)
+    return torch.tensor([sequences[index][end] in trained for index, end in anchors], dtype=torch.bool)
 
 
 def _sequences(tokens: Sequence[int]) -> list[int]:

@@ -96,7 +96,8 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
 
 def new_head(pair: Pair, texts: Sequence[Text]) -> None:
     """Write an untrained head (:func:`head_of`) into the folder of the work, and put it beside the pair's base."""
-    plan, directory = pair.plan, pair.plan.kept_in / "untrained-eagle3-head"
+    plan = pair.plan
+    directory = plan.kept_in / "untrained-eagle3-head"
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
         head = head_of(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)

@@ -150,13 +150,16 @@ class Grid:
                 "its codes, or train norms or floats",
                 remedies=("mode=norms", "mode=float"),
             )
-        steps, low = stored.steps, scheme.lowest
+        steps = stored.steps
+        low = scheme.lowest
         # A symmetric quantizer leaves the least code out, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
         unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in row_ranges(stored))
-        self.low, self.high = low + unused, low + (1 << scheme.bits) - 1
+        self.low = low + unused
+        self.high = low + (1 << scheme.bits) - 1
         self.dtype = torch.int8 if scheme.signed else torch.uint8  # of stored codes
-        self.scheme, self.steps = scheme, steps
+        self.scheme = scheme
+        self.steps = steps
         self.size = torch.from_numpy(np.array(steps.size)).to(device)[..., None]  # F32 [rows, blocks, 1]
         self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)[..., None]
 

@@ -120,7 +120,8 @@ def compute_gradient(
         or ``tv`` comes first, the probability that a draft drawn here is accepted; the derivatives by ``states`` and,
         where it is trained, by ``head``.
     """
-    loss, agreement = torch.zeros((), device=states.device), torch.zeros(len(states), device=states.device)
+    loss = torch.zeros((), device=states.device)
+    agreement = torch.zeros(len(states), device=states.device)
     of_states = torch.zeros_like(states)
     of_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
     for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, logits_at_once // len(head))):

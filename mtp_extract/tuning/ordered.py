@@ -176,8 +176,9 @@ def _held_out_kinds(corpus: Corpus, random_tokens: Sequence[Text]) -> Iterator[t
 def with_zero_head(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an ordered head of zeros: what holds it can hold one that was made."""
     before = without_ordered_head(checkpoint)
-    count, width = clusters_of(before.config.vocab_size), before.config.hidden_size
-    return with_ordered_head(before, torch.arange(before.config.vocab_size), torch.zeros(count, width), 1)
+    vocabulary = before.config.vocab_size
+    centroids = torch.zeros(clusters_of(vocabulary), before.config.hidden_size)
+    return with_ordered_head(before, torch.arange(vocabulary), centroids, 1)
 
 
 def clusters_of(vocabulary: int) -> int:

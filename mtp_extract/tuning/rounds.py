@@ -153,7 +153,8 @@ class Rounds(nn.Module):
 
     def __init__(self, drafter: Network, steps: int) -> None:
         super().__init__()
-        self.drafter, self.steps = drafter, steps
+        self.drafter = drafter
+        self.steps = steps
 
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """States after the final norm, [K, B, A, width]."""

@@ -96,7 +96,7 @@ class Comparisons(msgspec.Struct, frozen=True):
         by_workload: dict[str, list[int]] = {}
         for index, (item, _) in enumerate(corpus.held_out):
             by_workload.setdefault(item.workload, []).append(index)
-        unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.known)
+        unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.sequences)
 
         # Intervals count units in place of texts.
         units = units_of(corpus)

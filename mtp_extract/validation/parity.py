@@ -248,5 +248,6 @@ def examined(name: str, what: str, examine: Examination, directory: Path, drafte
             extract_drafter(sample_bundle(), place, WritingPlan(dtype="f32"))
             checks, _ = examine(place, load_drafter(place), opened.drafter())
         if not checks:
-            passed, evidence = None, f"it fails with a drafter that is known to be right, too: {evidence}"
+            passed = None
+            evidence = f"it fails with a drafter that is known to be right, too: {evidence}"
     return Check(name, what, passed, evidence)

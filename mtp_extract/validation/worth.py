@@ -192,14 +192,15 @@ def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[TextPlace, l
 
 def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
-    length = _tokens_per_round(walks, depth_of(what))
+    depth = depth_of(what)
+    length = _tokens_per_round(walks, depth)
     # The base alone writes a token a forward, a round writes ``length`` of them.
     sooner = (length.value or math.nan) * alone.forward_ms / (timed.verify_ms + timed.draft_ms)
     rounds = list(chain.from_iterable(walks))
     return Worth(
         tree=None if isinstance(what, int) else name,
-        drafts=what.drafts if isinstance(what, DraftTree) else depth_of(what),
-        depth=depth_of(what),
+        drafts=what.drafts if isinstance(what, DraftTree) else depth,
+        depth=depth,
         rounds=len(rounds),
         drafted=sum(drafted for drafted, _ in rounds),
         accepted=sum(accepted for _, accepted in rounds),

@@ -66,7 +66,7 @@ def test_the_place_of_what_was_written_until_then_is_told(
             (plan.kept_in / "texts.jsonl").touch()
         raise error
 
-    monkeypatch.setattr("mtp_extract.cli.tune.run_tuning", run_until_then)
+    monkeypatch.setattr("mtp_extract.cli.tune.tune", run_until_then)
     given = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
     nothing, something = (run_here(*given, "--mode", mode) for mode in ("norms", "qat"))
     assert [done.returncode for done in (nothing, something)] == [status] * 2

@@ -139,7 +139,9 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
     places = [(index, n) for index, text in enumerate(texts) for n in text.anchors if n + steps < len(text.tokens)]
     index, anchor = torch.tensor(places).T
     nothing = torch.zeros(len(places), steps, dtype=torch.double)
-    found = was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).known)
+    found = was_trained_on(
+        Acceptance.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).sequences
+    )
 
     def stands(number: int, n: int) -> bool:
         last = n + min(steps, 7)
@@ -148,4 +150,4 @@ def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
 
     assert found.tolist() == [stands(number, n) for number, n in places]
     assert 0.1 < float(found.double().mean()) < 0.9
-    assert not was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((), (), (), 0).known).any()
+    assert not was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((), (), (), 0).sequences).any()
