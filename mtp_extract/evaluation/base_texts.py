@@ -96,6 +96,18 @@ def _generate(
         yield tuple(row[:end])
 
 
+def require_context(base: Base, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+    """Raise PairError where the base's context has no room for one of ``prompts`` and so many tokens after it."""
+    longest = max(map(len, prompts), default=0) + new_tokens
+    context = base.config.max_position_embeddings
+    if longest > context:
+        raise PairError(
+            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
+            "shorter prompts.",
+            remedies=("prompts", "new_tokens"),
+        )
+
+
 def write_texts(
     base: Base,
     codec: Codec,
@@ -109,14 +121,7 @@ def write_texts(
 ) -> Continuations:
     """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
     encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
-    longest = max(map(len, encoded)) + new_tokens
-    context = base.config.max_position_embeddings
-    if longest > context:
-        raise PairError(
-            f"expected at most the base's {context} tokens, found {longest}, {new_tokens} new ones among them. Give "
-            "shorter prompts.",
-            remedies=("prompts", "new_tokens"),
-        )
+    require_context(base, encoded, new_tokens)
     say(f"continuing {len(prompts)} prompts with the base alone")
     written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))

@@ -247,7 +247,8 @@ def _further_kinds(writer: Writer, prompts: Sequence[PromptTokens], tell: Show) 
 
 def _branches(text: Text, writer: Writer) -> list[PromptTokens]:
     """Beginnings of ``text`` that ``writer`` has room to continue, at random positions."""
-    ends = range(text.prompt_length, int(min(len(text.tokens), writer.context - writer.new_tokens + 1)))
+    room = writer.pair.base.config.max_position_embeddings - writer.new_tokens
+    ends = range(text.prompt_length, min(len(text.tokens), room + 1))
     generator = torch.Generator().manual_seed(stable_hash([writer.pair.plan.seed, *text.tokens]))
     chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
     return [text.tokens[: ends[index]] for index in chosen]

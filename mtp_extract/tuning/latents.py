@@ -20,7 +20,6 @@ from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
-from mtp_extract.errors import MtpExtractError
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ _MEASURED_WIDTH = 64  # of the drafter for which the learning rates were measure
 class Latents(nn.Module):
     """The trained part of a checkpoint; ``values`` are its latents, by name of the first role that has each.
 
-    Roles that are ``idle`` are not trained: no loss depends on them. Raises MtpExtractError where a matrix has no grid
-    that ``mode`` wants.
+    Roles that are ``idle`` are not trained: no loss depends on them.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Latents(nn.Module):
             self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
             latent = torch.zeros_like(latent)
         elif self.mode.matrices == "grid":
-            self._grids[key] = Grid(role.name, weight, device)
+            self._grids[key] = Grid(weight, device)
         self.values[key] = nn.Parameter(latent)
 
     def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
@@ -141,15 +139,11 @@ def _trained_roles(checkpoint: Checkpoint, mode: Mode, idle: Sequence[str]) -> I
 
 
 class Grid:
-    """Rounds the matrix ``name`` to its stored grid, as :class:`~mtp_extract.checkpoint.weight.Steps`, but in torch."""
+    """Rounds a matrix to its ``stored`` grid, as :class:`~mtp_extract.checkpoint.weight.Steps`, but in torch."""
 
-    def __init__(self, name: str, stored: Weight, device: torch.device | str) -> None:
-        if (scheme := stored.scheme) is None:
-            raise MtpExtractError(
-                f"{name}: expected the stored integers of every matrix, found floats alone. Extract the drafter with "
-                "its codes, or train norms or floats",
-                remedies=("mode=norms", "mode=float"),
-            )
+    def __init__(self, stored: Weight, device: torch.device | str) -> None:
+        scheme = stored.scheme
+        assert scheme is not None, "the pair was asked for the codes of every matrix"
         steps = stored.steps
         low = scheme.lowest
         # A symmetric quantizer leaves the least code out, and engines may rely on that.

@@ -7,7 +7,6 @@ batches and their random numbers depend on the prompts and the seed alone.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
-from mtp_extract.evaluation.base_texts import continue_prompts, groups
+from mtp_extract.evaluation.base_texts import continue_prompts, groups, require_context
 from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular
@@ -59,9 +58,8 @@ class Writer:
     temperature: float
     new_tokens: int  # most of them of a text
     server: Server | None = None
-    contents: Mapping[PromptTokens, str | Messages] = field(
-        default_factory=dict
-    )  # of each prompt, as a server is asked it
+    # of each prompt, as a server is asked it
+    contents: Mapping[PromptTokens, str | Messages] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[PromptTokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
         """What follows each of ``prompts``: what is not kept yet is written, by all processes, a batch each at a time.
@@ -76,13 +74,7 @@ class Writer:
         """
         writer = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
         self.pair.say(f"continuing {len(prompts)} {what} with {writer} at temperature {self.temperature:g}")
-        longest = max(map(len, prompts), default=0)
-        if longest + self.new_tokens > self.context:
-            raise PairError(
-                f"expected prompts that fit the base's {self.context} tokens, found one of {longest}, and "
-                f"{self.new_tokens} new ones. Give shorter prompts.",
-                remedies=("prompts", "new_tokens"),
-            )
+        require_context(self.pair.base, prompts, self.new_tokens)
         distinct = list(dict.fromkeys(prompts))
         grouped = groups([len(prompt) for prompt in distinct], self.pair.plan.batch)
         written = self._written([[distinct[index] for index in group] for group in grouped], tell)
@@ -157,11 +149,6 @@ class Writer:
                 )
             answers.append(tokens)
         return answers
-
-    @property
-    def context(self) -> float:
-        """Most tokens of a text."""
-        return getattr(self.pair.base.config, "max_position_embeddings", None) or math.inf
 
     @property
     def _seed(self) -> int:

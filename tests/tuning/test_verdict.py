@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 
 from mtp_extract.cli import tune
@@ -118,9 +117,9 @@ def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
     corpus = Corpus(((text(0),),), (), (), 0)
     record = {"best_step": 0, "steps_done": 40, "numbers": 8, "interrupted": False}
     refused = tuple(same.refused())
-    monkeypatch.setattr(tune, "run_tuning", lambda *_: Outcome(None, refused, same, corpus, record, ("of the base",)))
-    with pytest.raises(typer.Exit):
-        tune.tune_command(TuningPlan(None, "base", out=Path("tuned")))
+    monkeypatch.setattr(tune, "tune", lambda *_: Outcome(None, refused, same, corpus, record, ("of the base",)))
+    with pytest.raises(SystemExit, match="1"):
+        tune.tune_command(directory=Path("drafter"), base="base", out=Path("tuned"))
     shown = capsys.readouterr()
     first, *others = " ".join(shown.out.split()).split(" Note: ")
     assert first == (
