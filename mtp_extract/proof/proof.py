@@ -26,7 +26,7 @@ from mtp_extract.graph.masks import Masks
 from mtp_extract.litertlm.storage import Floats, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
-from mtp_extract.proof.rotations import hold_rotations
+from mtp_extract.proof.rotations import check_rotations
 from mtp_extract.proof.slots import SlotsOfLayer
 
 Read = Callable[[str], Weight]
@@ -46,7 +46,7 @@ _CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 @computing("The graph")
 def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Proof:
-    """Hold the checkpoint of ``config`` and ``read`` against ``graph``.
+    """Compare the checkpoint of ``config`` and ``read`` with ``graph``.
 
     Args:
         graph: the drafter's operators.
@@ -60,12 +60,12 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
         CheckpointError: a tensor does not have the size that the config says.
     """
     positions = walk.reading.positions
-    _hold_names(walk)
-    _hold_config(walk, config)
+    _check_names(walk)
+    _check_config(walk, config)
     layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
-    rows, alike = _hold_slots(graph, walk, config, largest)
-    coarse = hold_rotations(graph, walk, config)
-    _hold_tensors(graph.model, walk, config, read)
+    rows, alike = _check_slots(graph, walk, config, largest)
+    coarse = check_rotations(graph, walk, config)
+    _check_tensors(graph.model, walk, config, read)
     return {
         "positions": positions.slots,
         "position_values": len(positions.rotating),
@@ -77,7 +77,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
     }
 
 
-def _hold_names(walk: Walk) -> None:
+def _check_names(walk: Walk) -> None:
     """The runtime fills caches by their names: what a cache is used for must be what it is called.
 
     Raises:
@@ -92,14 +92,14 @@ def _hold_names(walk: Walk) -> None:
             )
 
 
-def _hold_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
-    """Hold what every layer sees; how many rows were computed, and whether all others are like these."""
+def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
+    """Check what every layer sees; how many rows were computed, and whether all others are like these."""
     # What runtimes promise of an input does not depend on whether an operator reads it.
     inputs = frozenset(graph.inputs)
     masks, rows_of_layer = Masks(graph, walk.reading.positions), []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
-        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).hold())
+        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).check())
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
@@ -134,8 +134,8 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
 # What is written, number by number, against what the graph holds.
 
 
-def _hold_config(walk: Walk, config: DrafterConfig) -> None:
-    """Hold the numbers of ``config`` that no attention has.
+def _check_config(walk: Walk, config: DrafterConfig) -> None:
+    """Check the numbers of ``config`` that no attention has.
 
     Raises:
         ProofError: one is another than the graph's.
@@ -152,8 +152,8 @@ def _hold_config(walk: Walk, config: DrafterConfig) -> None:
             raise ProofError(f"{name}: the graph has {expected}, the config {other}. Nothing is written.")
 
 
-def _hold_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
-    """Hold every tensor against the constant that plays its role, some rows at a time.
+def _check_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
+    """Compare every tensor with the constant that plays its role, some rows at a time.
 
     Raises:
         ProofError: a number is another one, or none that a drafter has.
@@ -195,19 +195,20 @@ def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
 
 def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     """Whether ``weight`` is the codes of ``constant`` themselves, each with its own scale, and none of them huge."""
-    if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None:
+    if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None or weight.folded:
         return False
     source = constant.source
+    storage = source.storage
     steps = weight.steps
-    storage = constant.source.storage
-    if weight.source.tensor is not source.tensor or steps.factor != constant.factor or weight.folded:
+    if weight.source.tensor is not source.tensor or steps.factor != constant.factor:
         return False
     if storage.groups > 1 and storage.columns % steps.block:
         return False
-    elements = np.arange(weight.rows)[:, None] * weight.columns + np.arange(0, weight.columns, steps.block)
-    places = elements // storage.columns % storage.groups
-    scales, zeros = source.scale.reshape(-1), source.zero_point.reshape(-1)
-    same = np.array_equal(steps.size, scales[places]) and np.array_equal(steps.zero_point, zeros[places])
+    first_elements = np.arange(weight.rows)[:, None] * weight.columns + np.arange(0, weight.columns, steps.block)
+    groups = first_elements // storage.columns % storage.groups
+    scales = source.scale.reshape(-1)
+    zero_points = source.zero_point.reshape(-1)[groups]
+    same = np.array_equal(steps.size, scales[groups]) and np.array_equal(steps.zero_point, zero_points)
     return same and float(scales.max()) * (1 << weight.bits) < LARGEST_FACTOR
 
 

@@ -13,8 +13,10 @@ from mtp_extract.errors import ProofError
 from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.evaluate import LAYOUT
+from mtp_extract.graph.expressions import Doubles, Ids
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 from mtp_extract.graph.rotation import frequencies
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
 _OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
@@ -28,8 +30,8 @@ _SHARES: dict[TensorType | None, float] = {TensorType.FLOAT16: 2.0**-12 * 1.001,
 _LARGEST_TABLE = 1 << 20
 
 
-def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
-    """Hold how every layer rotates its queries.
+def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
+    """Check how every layer rotates its queries.
 
     Returns:
         the layers whose cosines and sines the file holds in half precision, and its types; the exact theta is written.
@@ -40,16 +42,17 @@ def hold_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[
     types_by_rotation: dict[tuple[object, ...], str] = {}
     coarse_tables = []
     for index, layer in enumerate(walk.layers):
-        key = *layer.rotation.key, config.layers[index].rope
+        rope = config.layers[index].rope
+        key = *layer.rotation.key, rope
         if key not in types_by_rotation:
-            types_by_rotation[key] = _hold(graph, index, layer, frequencies(config.layers[index].rope, layer.head_dim))
+            types_by_rotation[key] = _check(graph, index, layer, frequencies(rope, layer.head_dim))
         if types_by_rotation[key]:
             coarse_tables.append({"layer": index, "held_in": types_by_rotation[key]})
     return coarse_tables
 
 
-def _hold(graph: FlatGraph, index: int, layer: Layer, exact: npt.NDArray[np.float64]) -> str:
-    """Hold the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
+def _check(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
+    """Check the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
     slots = layer.rotation.positions.slots
     doubt, held_in = _rounding(graph, layer.rotation.values)
     rounding = layer.frequency_rounding if held_in else 0.0
@@ -77,32 +80,42 @@ def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: fl
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             wanted = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():
-                apart = np.abs(coefficient.T - wanted)
-                wrong = ~(apart.max(1) <= allowed)
-                if wrong.any():
-                    entry = int(wrong.argmax())
-                    row = int((~(apart[entry] <= allowed[entry])).argmax())
-                    return (
-                        f"at position {positions[row]} its query is rotated by a number that is "
-                        f"{apart[entry, row]:.3g} off that of its RoPE (frequency {entry})"
-                    )
+                if apart := _first_apart(positions, np.abs(coefficient.T - wanted), allowed):
+                    return apart
     return ""
+
+
+def _first_apart(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
+    """The first frequency and position at which a ``difference``, ``[half, positions]``, is more than ``allowed``."""
+    wrong = ~(difference.max(1) <= allowed)
+    if not wrong.any():
+        return ""
+    entry = int(wrong.argmax())
+    row = int((~(difference[entry] <= allowed[entry])).argmax())
+    return (
+        f"at position {positions[row]} its query is rotated by a number that is {difference[entry, row]:.3g} off that "
+        f"of its RoPE (frequency {entry})"
+    )
 
 
 def _rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
     """How far cosines and sines are rounded by their type, and the types of half precision that they are held in."""
     sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
-    kinds = {id(v): v.producer.kind for v in sources if v.producer is not None}
-    # A table is taken from, or converted, and nothing is computed of it.
-    computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
-    stored = [v for value in values for v in ancestors(value, computed) if v.tensor.elements > 1]
-    tables = [v for v in stored if v.constant]
+    tables = _tables(values, sources)
     # Converters turn constants of half precision into float32: that all are such is no chance.
-    doubt = max((_SHARES[TensorType.FLOAT16] for v in tables if _is_half(graph, v)), default=0.0)
+    doubts = [_SHARES[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
     # What is computed may be rounded to half precision by a CAST before it meets a query.
-    doubt = max([doubt, *(_SHARES.get(v.tensor.type, 0.0) for v in stored)])
+    doubts += [_SHARES.get(table.tensor.type, 0.0) for table in tables]
+    doubt = max(doubts, default=0.0)
     types = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
     return doubt, " and ".join(sorted(types)) or ("half precision" if doubt else "")
+
+
+def _tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:
+    """Those of ``sources`` that ``values`` are taken from, or converted: nothing is computed of them."""
+    kinds = {id(source): source.producer.kind for source in sources if source.producer is not None}
+    computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
+    return [table for value in values for table in ancestors(value, computed) if table.tensor.elements > 1]
 
 
 def _is_half(graph: FlatGraph, table: Value) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -25,7 +25,7 @@ _NUMBERS_AT_ONCE = 1 << 19
 
 
 class SlotsOfLayer:
-    """Holds what the masks of one layer do against the config."""
+    """What the masks of one layer do, to be compared with the config."""
 
     def __init__(
         self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, inputs: frozenset[str], largest: float
@@ -39,8 +39,8 @@ class SlotsOfLayer:
         self.window = config.layers[index].sliding_window
         self.local_window = config.sliding_window or masks.slots
 
-    def hold(self) -> tuple[int, bool]:
-        """Hold every row.
+    def check(self) -> tuple[int, bool]:
+        """Check every row.
 
         Returns:
             how many were computed, and whether all others are the same as these up to a shift.
@@ -49,7 +49,8 @@ class SlotsOfLayer:
             ProofError: a slot is seen that should not be, or the other way round, or is scored otherwise.
             UnsupportedError: rows are neither alike nor few.
         """
-        slots, attention = self.masks.slots, self.layer.attention
+        slots = self.masks.slots
+        attention = self.layer.attention
         alike = Shifts(self.masks.graph, self.masks.positions).rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
@@ -57,28 +58,32 @@ class SlotsOfLayer:
                 "written."
             )
         for window in attention.all_windows:
-            self._hold_window(window)
+            self._check_window(window)
         rows = np.array([0, slots - 1]) if alike else np.arange(slots)
         either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
-        shown_offsets, hidden = set[float](), set[float]()
-        for cases in self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE):
-            visible, possible = self._by_config(cases)
-            # That a window covers what is seen is held by itself.
-            for inside in cases.within.values():
-                possible &= inside | ~visible
-            self._hold_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
-            if attention.guard is not None:
-                numbers = attention.guard.mask.numbers(cases)
-                shown_offsets.update(np.unique(numbers[visible & possible]).tolist())
-                hidden.update(np.unique(numbers[~visible & possible]).tolist())
-        if attention.guard is not None:
-            self._hold_guard(attention.guard, shown_offsets, hidden)
+        self._check_cases(self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE))
         return len(rows), alike
 
-    def _hold_window(self, window: SlotWindow) -> None:
-        """A window of slots holds all that the config sees, at every position."""
+    def _check_cases(self, each_case: Iterable[Cases]) -> None:
+        attention = self.layer.attention
+        of_visible, of_hidden = set[float](), set[float]()
+        for cases in each_case:
+            visible, possible = self._visible(cases), self._possible(cases)
+            # That a window covers what is seen is checked by itself.
+            for inside in cases.within.values():
+                possible &= inside | ~visible
+            self._check_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
+            if attention.guard is not None:
+                numbers = attention.guard.mask.numbers(cases)
+                of_visible.update(np.unique(numbers[visible & possible]).tolist())
+                of_hidden.update(np.unique(numbers[~visible & possible]).tolist())
+        if attention.guard is not None:
+            self._check_guard(attention.guard, of_visible, of_hidden)
+
+    def _check_window(self, window: SlotWindow) -> None:
+        """Check that a window of slots holds all that the config sees, at every position."""
         at = np.arange(self.masks.slots)
         first = self.masks.positions.first_slots[window.table]
         size = window.size
@@ -88,30 +93,36 @@ class SlotsOfLayer:
             row = int(np.argmax(bad))
             self._refuse(row, f"it reads slots {first[row]} to {first[row] + size - 1}, and the config sees others")
 
-    def _by_config(self, cases: Cases) -> tuple[Bools, Bools]:
-        """Which slots the config sees, and which cases there are: runtimes show nothing that is to come, and by a local
-        mask nothing beyond its window. ``[samples, slots]``.
+    def _possible(self, cases: Cases) -> Bools:
+        """Which cases there are, ``[samples, slots]``: runtimes show nothing that is to come, and by a local mask
+        nothing beyond its window. A mask that no input holds shows all.
         """
-        slots, position = np.arange(self.masks.slots), cases.positions[:, None]
-        mask, mask_local = cases.shown[MASK], cases.shown[MASK_LOCAL]
+        slots = np.arange(self.masks.slots)
+        position = cases.positions[:, None]
         past = slots <= position
-        # A mask that no input holds shows all.
-        possible = np.full(past.shape, True)
+        possible = np.full(cases.shape, True)
         if MASK in self.inputs:
-            possible &= past | ~mask
+            possible &= past | ~cases.shown[MASK]
         if MASK_LOCAL in self.inputs:
-            possible &= past & (slots > position - self.local_window) | ~mask_local
+            possible &= past & (slots > position - self.local_window) | ~cases.shown[MASK_LOCAL]
+        return possible
+
+    def _visible(self, cases: Cases) -> Bools:
+        """Which slots the config sees, ``[samples, slots]``."""
+        slots = np.arange(self.masks.slots)
+        position = cases.positions[:, None]
+        past = slots <= position
         if self.window is None:
-            return (np.broadcast_to(mask, past.shape) if MASK in self.inputs else past), possible
-        visible = past & (slots > position - self.window) & mask_local
+            return np.broadcast_to(cases.shown[MASK], cases.shape) if MASK in self.inputs else past
+        visible = past & (slots > position - self.window) & cases.shown[MASK_LOCAL]
         # Where the runtime tells the range of slots, or hands a local mask in, a sliding layer need not read the mask.
         range_is_given = PARAM_TENSOR in self.inputs or MASK_LOCAL in self.inputs
-        return (visible if range_is_given and MASK not in self.layer.masks else visible & mask), possible
+        return visible if range_is_given and MASK not in self.layer.masks else visible & cases.shown[MASK]
 
-    def _hold_scores(self, cases: Cases, effect: Effect, visible: Bools, hidden: Bools) -> None:
+    def _check_scores(self, cases: Cases, effect: Effect, visible: Bools, hidden: Bools) -> None:
         if not visible.any():
             return
-        # A softmax does not hear what is added to a whole row.
+        # Softmax ignores a constant that is added to a row.
         base = float(effect.offset.flat[np.argmax(visible)])
         with np.errstate(invalid="ignore"):
             sound = effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _SAME_OFFSET * max(1, abs(base)))
@@ -125,7 +136,7 @@ class SlotsOfLayer:
                 reckoned = f"|q · K| may be {self.largest:.4g}"
                 self._refuse(int(cases.positions[row]), f"slot {slot} {what} ({reckoned})")
 
-    def _hold_guard(self, guard: OutputGuard, shown_offsets: Collection[float], hidden: Collection[float]) -> None:
+    def _check_guard(self, guard: OutputGuard, shown_offsets: Collection[float], hidden: Collection[float]) -> None:
         """The output guard keeps what heads mixed exactly where the layer sees a slot; runtimes show the query's own.
 
         Args:
