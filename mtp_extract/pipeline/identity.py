@@ -7,9 +7,9 @@ directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
-from itertools import permutations, product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
@@ -40,29 +40,28 @@ Chain = tuple[str, ...]
 """What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
 
 _EXACT_SCALES = f"F32{SCALES}"
-_FLOATS = [word for word in ROUNDED_TO if word]
-
-# Of scales, then of numbers: each at most once, or numbers to both short types.
-_ROUNDINGS: list[Chain] = [
-    *(tuple(filter(None, words)) for words in product(("", f"FP16{SCALES}", _EXACT_SCALES), ("", *_FLOATS))),
-    *permutations(_FLOATS, 2),
-]
-CHAINS: Sequence[Chain] = sorted(
-    [*_ROUNDINGS, *((*before, rule, *after) for before, rule, after in product(_ROUNDINGS, RULES, _ROUNDINGS))], key=len
-)
-"""Every chain that is tried, the shortest first."""
+_STEPS = (*filter(None, ROUNDED_TO), f"FP16{SCALES}", _EXACT_SCALES, *RULES)
+_SHORT_CHAINS: Sequence[Chain] = [chain for count in range(3) for chain in permutations(_STEPS, count)]
+"""What may have been done without a word of it: nothing, one step, or two."""
+_MOST_CLAIMED = 6
+"""Kinds of steps that are followed where a record claims more than two: any order of them is tried."""
 
 
-def how_derived(original: Weight, written: Weight) -> Chain | None:
+def how_derived(original: Weight, written: Weight, claimed: Collection[str] = ()) -> Chain | None:
     """The shortest chain that makes ``written`` of ``original``, to the bit; None where none does.
 
     Of a weight with codes, the codes and their scales are compared; of any other the numbers.
+
+    Args:
+        claimed: the steps that a record says, which may be a longer chain than is tried without one.
     """
     if original.shape != written.shape:
         return None
     # The first rows of a matrix alone refute almost every chain.
     pairs = [(_first_rows(original), _first_rows(written)), (original, written)]
-    for chain in CHAINS:
+    steps = [step for step in _STEPS if step in claimed][:_MOST_CLAIMED]
+    longer = (chain for count in range(3, len(steps) + 1) for chain in permutations(steps, count))
+    for chain in (*_SHORT_CHAINS, *longer):
         if all(_gives(before, chain, other) for before, other in pairs):
             # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
             folded = written.scheme is not None and not has_exact_steps(original) and has_exact_steps(written)
@@ -159,36 +158,177 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
         MtpExtractError: the bundle cannot be read.
     """
     require_complete(source)
-    original, chains = checkpoint_of(source), dict[str, Chain]()
-    format_ = format_named(read.layout) if read else format_of(directory)
-    written = read.written if read else format_.read(directory)
-    numbers, stated = (
-        asdict(replace(checkpoint.mtp, max_position_embeddings=None)) for checkpoint in (original, written)
-    )
-    config = _check("config", _apart(numbers, stated), ["every number agrees"])
-    unread = read.checkpoint.unread if read else (*written.unread, *unexpected_in(directory, format_))
-    files = _check("files", unread, ["nothing that would make an engine load something else"])
-    wrong = _differing(directory, written, original, format_.name, chains) if config.passed else None
-    tensors = _check("tensors", wrong, _summary(written, chains) if config.passed else ["not of the file's config"])
-    proven = list[str]()
-    refuted = list[str]()
-    why = "not of the file's config and tensors"
-    if tensors.passed and source.not_proven:
-        why = f"not proven: {'; '.join(source.not_proven)}"
-    elif tensors.passed:
+    compared = _Compared.of(directory, source, read)
+    config = compared.check_config()
+    files = compared.check_files()
+    tensors = compared.check_tensors(of_the_same_config=bool(config.passed))
+    function = compared.check_function(of_the_same_tensors=bool(tensors.passed))
+    return [config, files, tensors, function, compared.check_record()]
+
+
+@dataclass
+class _Compared:
+    """A directory, and what the bundle gives.
+
+    Attributes:
+        read: what was read of the directory; None where its files have not been compared with its record.
+        chains: what was done to each weight, as far as they are derived.
+        proven: what the proof shows, in sentences.
+    """
+
+    directory: Path
+    source: Shard
+    original: Checkpoint
+    written: Checkpoint
+    format: Format
+    read: ReadDirectory | None
+    chains: dict[str, Chain] = field(default_factory=dict)
+    proven: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(directory: Path, source: Shard, read: ReadDirectory | None) -> _Compared:
+        format_ = format_named(read.layout) if read else format_of(directory)
+        written = read.written if read else format_.read(directory)
+        return _Compared(directory, source, checkpoint_of(source), written, format_, read)
+
+    def check_config(self) -> Check:
+        derived, stated = (
+            asdict(replace(checkpoint.mtp, max_position_embeddings=None))
+            for checkpoint in (self.original, self.written)
+        )
+        return _check("config", _apart(derived, stated), ["every number agrees"])
+
+    def check_files(self) -> Check:
+        if self.read is not None:
+            unread: Iterable[str] = self.read.checkpoint.unread
+        else:
+            unread = (*self.written.unread, *unexpected_in(self.directory, self.format))
+        return _check("files", unread, ["nothing that would make an engine load something else"])
+
+    def check_tensors(self, *, of_the_same_config: bool) -> Check:
+        if not of_the_same_config:
+            return _check("tensors", None, ["not of the file's config"])
+        return _check("tensors", self._other_tensors(), _summary(self.written, self.chains))
+
+    def check_function(self, *, of_the_same_tensors: bool) -> Check:
+        """The proof of the graph, where the tensors are the file's."""
+        if not of_the_same_tensors:
+            return _check("function", None, ["not of the file's config and tensors"])
+        if self.source.not_proven:
+            return _check("function", None, [f"not proven: {'; '.join(self.source.not_proven)}"])
         try:
-            proven = in_words(prove_checkpoint(source, original))
+            self.proven = in_words(prove_checkpoint(self.source, self.original))
         except (ProofError, UnsupportedError) as error:
-            why = str(error).split(". ")[0]
+            why = [str(error).split(". ")[0]]
             # Of a graph that no proof can be made of, nothing is shown.
-            refuted = [why] if isinstance(error, ProofError) else []
-    function = _check("function", refuted if proven or refuted else None, proven or [why])
-    record = _check("record", None, [f"there is no {RECORD}"])
-    if (directory / RECORD).exists():
-        of_file, evidence = of_bundle(source, original), ["every file is as recorded"]
-        wrong = _contradicted(directory, read, of_file, written, original, chains, proven, source.not_proven, evidence)
-        record = _check("record", wrong, evidence)
-    return [config, files, tensors, function, record]
+            return _check("function", why if isinstance(error, ProofError) else None, why)
+        return _check("function", [], self.proven)
+
+    def check_record(self) -> Check:
+        if not (self.directory / RECORD).exists():
+            return _check("record", None, [f"there is no {RECORD}"])
+        evidence = ["every file is as recorded"]
+        return _check("record", self._contradicted(evidence), evidence)
+
+    def _other_tensors(self) -> Iterator[str]:
+        """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
+
+        Raises:
+            CheckpointError: scales, or codes that are kept beside it, are damaged.
+        """
+        claimed = _claimed_steps(self.directory)
+        # The table of roles is in the order in which a drafter computes.
+        for role, shape in shapes_of(self.written.config).items():
+            weight = self.written.tensors[role.name]
+            original = self.original.tensors.get(role.name) or constant_weight(shape)
+            chain = how_derived(original, weight, claimed)
+            name = f"{role.name} ({role.names.get(self.format.name, role.name)})"
+            if chain is None:
+                yield f"{name} has other {'values' if weight.scheme is None else 'codes or scales'} than the file's"
+                return
+            if weight.scheme and self._has_other_static_scales(role.name):
+                yield f"{name} has other static scales of activations than the file's"
+                return
+            self.chains[role.name] = chain
+        yield from self._other_codes(claimed)
+
+    def _has_other_static_scales(self, role: str) -> bool:
+        """Whether scales of what goes in or comes out are others, as files hold them: 0 where there is none."""
+        # Where there are no static scales at all, none are claimed to be held.
+        if not any(any(pair) for pair in self.written.activations.values()):
+            return False
+        pairs = (checkpoint.activations.get(role, (None, None)) for checkpoint in (self.written, self.original))
+        scales, scales_of_file = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
+        return scales != scales_of_file
+
+    def _other_codes(self, claimed: Collection[str]) -> Iterator[str]:
+        """Codes beside floats that are not the file's."""
+        for role, weight in with_codes(self.directory, self.written.tensors).items():
+            if weight is not self.written.tensors[role]:
+                original = self.original.tensors[role]
+                chain = how_derived(original, weight, claimed)
+                if chain is None or (not chain and original.bits != weight.bits):
+                    yield f"{CODES_FILE}: {role} has other codes or scales than the file's"
+                else:
+                    self.chains[f"{CODES_FILE}: {role}"] = chain
+
+    def _contradicted(self, evidence: list[str]) -> Iterator[str]:
+        """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
+
+        Its past is no matter of the bundle: which file it came from and where that lay, which directories there were
+        in between, whether it was tuned, which release wrote it, and the card. What was found in the section that it
+        came from is compared where the bundle holds that section. Of a directory that is not ``proven``, its files
+        alone are compared; of one that was ``read``, they have been.
+
+        Args:
+            evidence: is added to where the record names another file as its origin.
+        """
+        record = read_record(self.directory)
+        if self.read is None:
+            yield from changed_files(self.directory, record).values()
+        if not self.proven and not self.source.not_proven:
+            return
+        stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else self.written.dtype}
+        # A directory of unknown origin came with what had been done to it.
+        if record["source"]["kind"] != CHECKPOINT:
+            geometry = self.original.mtp.as_json()
+            geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
+            stated["geometry"] = geometry
+        of_file = of_bundle(self.source, self.original)
+        section = record["source"]["section"]
+        section_of_file = of_file["source"]["section"]
+        if section not in (None, section_of_file):
+            name = escape(record["source"]["name"])
+            evidence.append(f"it came from another file ({name}), with which nothing was compared")
+        if section is not None and section["sha256"] == section_of_file["sha256"]:
+            stated |= self._of_section(record, of_file)
+            done = {step for chain in self.chains.values() for step in chain}
+            if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
+                yield f"does not say that weights were rounded ({', '.join(untold)})"
+        yield from _apart(stated, {key: record[key] for key in stated})
+
+    def _of_section(self, record: Mapping[str, Any], of_file: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``record`` has to say of the section that it came from; ``of_file`` is what one of the bundle would."""
+        expected = {key: of_file[key] for key in ("known_as", "shared", "activations")}
+        is_done = any(record["rule"] in chain for chain in self.chains.values())
+        expected["rule"] = record["rule"] if is_done else None
+        # Another release may say the same in other words.
+        if record["tool"]["version"] == __version__:
+            if record["proof"] is not None:
+                expected["proof"] = self.proven or None
+            if self.source.not_proven:
+                expected["not_proven"] = list(self.source.not_proven)
+        return expected
+
+
+def _claimed_steps(directory: Path) -> Collection[str]:
+    """What the record in ``directory`` says was done to weights; nothing where there is none that can be read."""
+    try:
+        record = read_record(directory)
+    except CheckpointError:
+        # The check of the record says why.
+        return ()
+    return roundings(*record["converted_from"], record) if record else ()
 
 
 def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:
@@ -209,39 +349,6 @@ def _apart(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[st
         yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
 
 
-def _differing(
-    directory: Path, written: Checkpoint, original: Checkpoint, layout: str, chains: dict[str, Chain]
-) -> Iterator[str]:
-    """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
-
-    Raises:
-        CheckpointError: scales, or codes that are kept beside it, are damaged.
-    """
-    # Where there are no static scales at all, none are claimed to be held.
-    static = any(any(pair) for pair in written.activations.values())
-    # The table of roles is in the order in which a drafter computes.
-    for role, shape in shapes_of(written.config).items():
-        there, name = written.tensors[role.name], f"{role.name} ({role.names.get(layout, role.name)})"
-        chain = how_derived(original.tensors.get(role.name) or constant_weight(shape), there)
-        if chain is None:
-            yield f"{name} has other {'values' if there.scheme is None else 'codes or scales'} than the file's"
-            return
-        # As files hold them, 0 where there is none: of what goes in, and of what comes out.
-        pairs = (checkpoint.activations.get(role.name, (None, None)) for checkpoint in (written, original))
-        scales, scales_of_file = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
-        if static and there.scheme and scales != scales_of_file:
-            yield f"{name} has other static scales of activations than the file's"
-            return
-        chains[role.name] = chain
-    for role_name, there in with_codes(directory, written.tensors).items():
-        if there is not written.tensors[role_name]:
-            chain, own_bits = how_derived(original.tensors[role_name], there), original.tensors[role_name].bits
-            if chain is None or (not chain and own_bits != there.bits):
-                yield f"{CODES_FILE}: {role_name} has other codes or scales than the file's"
-            else:
-                chains[f"{CODES_FILE}: {role_name}"] = chain
-
-
 def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
     """How many tensors are the file's codes, codes that a rule made, or floats; and what was done to them."""
     kinds = Counter[tuple[str, Chain]]()
@@ -260,55 +367,3 @@ def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
         yield f"{count} in {stored_as}" + (f", rounded {_in_words(chain)}" if chain else "")
     if beside := len(chains) - kinds.total():
         yield f"beside them {beside} have the file's codes"
-
-
-def _contradicted(
-    directory: Path,
-    read: ReadDirectory | None,
-    of_file: Mapping[str, Any],
-    written: Checkpoint,
-    original: Checkpoint,
-    chains: Mapping[str, Chain],
-    proven: list[str],
-    not_proven: Sequence[str],
-    evidence: list[str],
-) -> Iterator[str]:
-    """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
-
-    Its past is no matter of the bundle: which file it came from and where that lay, which directories there were in
-    between, whether it was tuned, which release wrote it, and the card. What was found in the section that it came
-    from is compared where the bundle holds that section. Of a directory that is not ``proven``, its files alone are
-    compared; of one that was ``read``, they have been.
-
-    Args:
-        of_file: what a record of the bundle would say of it.
-        evidence: is added to where the record names another file as its origin.
-    """
-    record = read_record(directory)
-    if read is None:
-        yield from changed_files(directory, record).values()
-    if not proven and not not_proven:
-        return
-    done = {step for chain in chains.values() for step in chain}
-    stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else written.dtype}
-    # A directory of unknown origin came with what had been done to it.
-    if record["source"]["kind"] != CHECKPOINT:
-        geometry = original.mtp.as_json()
-        geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
-        stated["geometry"] = geometry
-    section, section_of_file = record["source"]["section"], of_file["source"]["section"]
-    if section not in (None, section_of_file):
-        name = escape(record["source"]["name"])
-        evidence.append(f"it came from another file ({name}), with which nothing was compared")
-    if section is not None and section["sha256"] == section_of_file["sha256"]:
-        stated |= {key: of_file[key] for key in ("known_as", "shared", "activations")}
-        stated["rule"] = record["rule"] if record["rule"] in done else None
-        # Another release may say the same in other words.
-        if record["tool"]["version"] == __version__:
-            if record["proof"] is not None:
-                stated["proof"] = proven or None
-            if not_proven:
-                stated["not_proven"] = list(not_proven)
-        if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
-            yield f"does not say that weights were rounded ({', '.join(untold)})"
-    yield from _apart(stated, {key: record[key] for key in stated})
