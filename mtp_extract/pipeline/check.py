@@ -4,7 +4,7 @@ its own record, and what all of it holds."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
 from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import same_weight
+from mtp_extract.checkpoint.weight import Weight, same_weight
 from mtp_extract.errors import CheckpointError, OutputError, escape, few
 from mtp_extract.formats import EVERY, format_named, format_of, is_called, own_files, weights_of
 from mtp_extract.formats.transformers import GENERATION_FILE
@@ -234,40 +234,23 @@ class ReadDirectory:
         folder = with_record(Path(place))
         record = read_record(folder)
         changed = changed_files(folder, record) if record else {}
-        weights = format_named(record["layout"]).weights_file if record else ""
-        if wrong := [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]:
-            raise CheckpointError(
-                f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
-                f"{few(wrong, separator='; ')}. {AGAIN}"
-            )
-        try:
-            format_ = format_of(folder)
-            written = format_.read(folder)
-        except CheckpointError as error:
-            if not changed:
-                raise
-            raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
+        if record:
+            _require_tensors(folder, record, changed)
+        format_, written = _read_files(folder, changed)
         if changed and (wrong := [*_another_geometry(written.config, record)]):
             raise CheckpointError(
                 f"{escape(folder / format_.marker)}: describes another drafter than its {RECORD}: "
                 f"{few(wrong, separator='; ')}. {AGAIN}"
             )
-        unread = (*written.unread, *changed.values(), *unexpected_in(folder, format_))
-        tensors = dict(with_codes(folder, written.tensors))
-        known_as = written.architecture.known_as(written.config)
-        stated = record or {**_implied(folder, written), "known_as": known_as}
-        # What was one stored constant is one again: formats may write it once.
-        for first, *others in stated["shared"]:
-            for role in others:
-                if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
-                    tensors[role] = tensors[first]
+        stated = record or _implied(folder, written)
         checkpoint = replace(
             written,
-            tensors=MappingProxyType(tensors),
+            tensors=_shared(dict(with_codes(folder, written.tensors)), stated["shared"]),
             activations=MappingProxyType(typed(stated["activations"], Pairs)),
             provenance=provenance(stated["source"]),
-            unread=unread,
+            unread=(*written.unread, *changed.values(), *unexpected_in(folder, format_)),
         )
+        known_as = written.architecture.known_as(written.config)
         return cls(folder, format_.name, written, checkpoint, known_as, stated, bool(record), frozenset(changed))
 
     @property
@@ -295,6 +278,37 @@ class ReadDirectory:
         return {name: sha256_of_file(path) for name, path in _files_of_tensors(self.directory).items()}
 
 
+def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[str, str]) -> None:
+    """Check that no file of tensors is among those that are ``changed``."""
+    weights = format_named(record["layout"]).weights_file
+    wrong = [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]
+    if wrong:
+        raise CheckpointError(
+            f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
+            f"{few(wrong, separator='; ')}. {AGAIN}"
+        )
+
+
+def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Checkpoint]:
+    """The checkpoint in ``folder``, and its format; an error says which files are ``changed``, too."""
+    try:
+        format_ = format_of(folder)
+        return format_, format_.read(folder)
+    except CheckpointError as error:
+        if not changed:
+            raise
+        raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
+
+
+def _shared(tensors: dict[str, Weight], shared: Iterable[Sequence[str]]) -> Mapping[str, Weight]:
+    """``tensors`` in which what was one stored constant is one again: formats may write it once."""
+    for first, *others in shared:
+        for role in others:
+            if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
+                tensors[role] = tensors[first]
+    return MappingProxyType(tensors)
+
+
 def _another_geometry(config: Config, record: Mapping[str, Any]) -> Iterator[str]:
     """Where ``config`` is not the shape that ``record`` states, each as a clause."""
     for difference in differences(record["geometry"], to_builtins(config.as_json())):
@@ -318,6 +332,7 @@ def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
     return {
         "tool": {"version": None},
+        "known_as": checkpoint.architecture.known_as(checkpoint.config),
         "source": {**source, "provenance": {}},
         "dtype": checkpoint.dtype,
         "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},

@@ -80,8 +80,8 @@ def extract_drafter(
         else open_bundle(source, progress=progress, section=section, signature=signature)
     ) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
-        to: dict[str, Any] = {"overwrite": overwrite, "inputs": (opened.source.path,)}
-        check_place(target, **to, listed=recorded)
+        inputs = (opened.source.path,)
+        check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         opened.prefetch()
         if unproven:
             drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
@@ -98,11 +98,23 @@ def extract_drafter(
         if proof is None and not drafter.not_proven:
             with offering_unproven(opened):
                 proof = prove_checkpoint(drafter, original)
-        origin |= {"converted_from": [], "proof": None if proof is None else in_words(proof)}
-        origin |= {"not_proven": list(drafter.not_proven)} if drafter.not_proven else {}
+        origin |= _evidence(drafter, proof)
         return write(
-            arranged, target, origin, _notes(drafter, arranged), **to, progress=progress, compare_rounded=False
+            arranged,
+            target,
+            origin,
+            _notes(drafter, arranged),
+            overwrite=overwrite,
+            inputs=inputs,
+            progress=progress,
+            compare_rounded=False,
         )
+
+
+def _evidence(drafter: Shard, proof: Proof | None) -> dict[str, Any]:
+    """What a record says of the proof, or of why there is none."""
+    evidence: dict[str, Any] = {"converted_from": [], "proof": None if proof is None else in_words(proof)}
+    return evidence | ({"not_proven": list(drafter.not_proven)} if drafter.not_proven else {})
 
 
 def prove_drafter(drafter: Shard) -> Proof:

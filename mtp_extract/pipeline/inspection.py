@@ -50,35 +50,41 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
     """
-    source = opened.source
-    bundle = opened.bundle
     published = known_bundle(opened.source)
-    report: dict[str, Any] = {
-        "name": source.name,
-        "size": source.size,
-        "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
-        "version": ".".join(map(str, bundle.version)) if bundle else None,
-        "known_bundle": published["name"] if published else None,
-        "provenance": dict(sorted(source.provenance.items())),
-        "items": dict(bundle.items) if bundle else {},
-        "sections": [
-            {"index": section.index, "type": section.type_name, "model_type": section.model_type}
-            | {"begin": section.begin, "size": section.size, "items": dict(section.items)}
-            for section in opened.sections
-        ],
-    }
+    report = _header(opened) | {"known_bundle": published["name"] if published else None}
     report |= {"trace": _trace(opened)} if graph else {}
     try:
         drafter = opened.drafter()
         facts = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
     except NoDrafterError as error:
-        if bundle is None and not opened.is_model:
+        if opened.bundle is None and not opened.is_model:
             raise
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
         return Inspection({**report, "drafter": None, "problem": str(error)}, error)
     facts["base_model"] = published["base_model"] if published else None
     return Inspection({**report, "drafter": facts}, None)
+
+
+def _header(opened: Opened) -> dict[str, Any]:
+    """The file and its sections."""
+    source = opened.source
+    bundle = opened.bundle
+    sections = [
+        {"index": section.index, "type": section.type_name, "model_type": section.model_type}
+        | {"begin": section.begin, "size": section.size, "items": dict(section.items)}
+        for section in opened.sections
+    ]
+    return {
+        "name": source.name,
+        "size": source.size,
+        "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
+        "version": ".".join(map(str, bundle.version)) if bundle else None,
+        "known_bundle": None,
+        "provenance": dict(sorted(source.provenance.items())),
+        "items": dict(bundle.items) if bundle else {},
+        "sections": sections,
+    }
 
 
 def _trace(opened: Opened) -> list[dict[str, Any]]:
@@ -147,15 +153,11 @@ def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     described |= {"shape": tensor.shape, "quantization": None, "data": None}
     if (quantization := tensor.quantization) is not None:
         described["quantization"] = {
-            **{
-                "scales": quantization.scales.count,
-                "zero_points": quantization.zero_points.count,
-                "axis": quantization.axis,
-            },
-            **{
-                "details": quantization.details,
-                "block_size": quantization.blockwise.block_size if quantization.blockwise else None,
-            },
+            "scales": quantization.scales.count,
+            "zero_points": quantization.zero_points.count,
+            "axis": quantization.axis,
+            "details": quantization.details,
+            "block_size": quantization.blockwise.block_size if quantization.blockwise else None,
         }
     if model.has_data(tensor):
         try:
@@ -188,18 +190,11 @@ def inspect_checkpoint(
     published = None
     if bundle is not None:
         with open_bundle(bundle, progress=progress) as opened:
-            checks, against = verify_against(read, opened), opened.source.name
+            checks = verify_against(read, opened)
+            against = opened.source.name
             published = compare_with_published(opened.source, progress)
-    config, listed = read.written.config, list[dict[str, Any]]()
-    for role, shape in shapes_of(config).items():
-        if (weight := read.written.tensors.get(role.name)) is None:
-            continue
-        stored = weight.tensor.dtype if isinstance(weight, Stored) else "implied"
-        stored, name = f"INT{weight.bits}" if weight.bits else stored, role.names.get(read.layout, role.name)
-        listed.append({"role": role.name, "type": stored, "shape": shape, "name": name})
-    findings = read.written.findings
     problem = None
-    if wrong := sum(finding.is_error for finding in findings):
+    if wrong := sum(finding.is_error for finding in read.written.findings):
         problem = CheckpointError(
             f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
             "Convert it, or change its config as said."
@@ -213,15 +208,28 @@ def inspect_checkpoint(
         "notes": list(read.checkpoint.notes),
         "ok": problem is None,
         "extraction": read.record if read.is_recorded else None,
-        "holds": {
-            "format": read.layout,
-            "known_as": read.known_as,
-            "geometry": config.as_json(),
-            "parameters": sum(math.prod(tensor["shape"]) for tensor in listed),
-            "weights": len(listed),
-            "stored_types": dict(sorted(Counter(tensor["type"] for tensor in listed).items())),
-            "findings": [asdict(finding) for finding in findings],
-            **({"tensors": listed} if tensors else {}),
-        },
+        "holds": _contents(read, tensors),
     }
     return Inspection(report, problem)
+
+
+def _contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:
+    """What the checkpoint is, and how its weights are stored; with ``tensors`` every weight."""
+    listed = list[dict[str, Any]]()
+    for role, shape in shapes_of(read.written.config).items():
+        weight = read.written.tensors.get(role.name)
+        if weight is not None:
+            stored = weight.tensor.dtype if isinstance(weight, Stored) else "implied"
+            kind = f"INT{weight.bits}" if weight.bits else stored
+            name = role.names.get(read.layout, role.name)
+            listed.append({"role": role.name, "type": kind, "shape": shape, "name": name})
+    return {
+        "format": read.layout,
+        "known_as": read.known_as,
+        "geometry": read.written.config.as_json(),
+        "parameters": sum(math.prod(entry["shape"]) for entry in listed),
+        "weights": len(listed),
+        "stored_types": dict(sorted(Counter(entry["type"] for entry in listed).items())),
+        "findings": [asdict(finding) for finding in read.written.findings],
+        **({"tensors": listed} if tensors else {}),
+    }

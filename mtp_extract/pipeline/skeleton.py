@@ -8,7 +8,7 @@ weight is taken for one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from mtp_extract.architecture.roles import SCALAR, role_table
 from mtp_extract.bundle import Opened, open_bundle
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.graph.call import CONVERSIONS
+from mtp_extract.graph.call import CONVERSIONS, SELECTIONS
 from mtp_extract.graph.drafter import DrafterWalk, read_drafter
 from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
@@ -66,47 +66,65 @@ def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
             why = "its weights lie in a section of their own. Give the model's section alone: that holds none."
             raise UnsupportedError(f"{opened.source.name}: {why}")
         opened.prefetch()
-        blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
-        left_out = 0
-        for tensor in (*roles, *doubtful):
-            place = model.data_of(tensor)
-            begin = place.begin - model.region.begin
-            blank[begin : begin + place.size] = _filling(tensor, place.size, is_matrix=len(tensor.shape) == 2)
-            left_out += place.size
-        _blank_scales(model, {id(tensor) for tensor in (*roles, *doubtful)}, blank)
+        blank, left_out = _without(model, (*roles, *doubtful))
         content = pack_skeleton(bytes(blank))
         with staged(out, overwrite=False, inputs=(opened.source.path,)) as stage:
             stage.write_bytes(content)
     return Skeleton(Path(out), len(content), len(roles), len(doubtful), left_out)
 
 
+def _without(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray, int]:
+    """The model without the numbers and scales of ``weights``, and how many bytes of it were left out."""
+    blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
+    left_out = 0
+    for tensor in weights:
+        place = model.data_of(tensor)
+        begin = place.begin - model.region.begin
+        blank[begin : begin + place.size] = _filling(tensor, place.size, is_matrix=len(tensor.shape) == 2)
+        left_out += place.size
+    _blank_scales(model, set(map(id, weights)), blank)
+    return blank, left_out
+
+
+_Key = tuple[int, int]
+"""Subgraph and index of a tensor."""
+
+
 def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
     """The model, the constants that play a role in it, and those that may."""
     model = opened.drafter_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
-    roles = dict[tuple[int, int], Tensor]()
-    not_weights = set[tuple[int, int]]()
-    graph = None
+    roles = dict[_Key, Tensor]()
+    not_weights = set[_Key]()
+    largest = _LARGEST_NUMBER
+    scalars = list[Tensor]()
     with suppress(MtpExtractError):
         # What is refused here is what the skeleton is made for.
         graph = opened.flat_graph()
-        walked, is_whole = DrafterWalk(read_drafter(graph)), False
+        largest = 1
+        scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)]
+        walker = DrafterWalk(read_drafter(graph))
         with suppress(MtpExtractError):
-            walked.walk()
-            is_whole = True
-        roles = {(r.tensor.subgraph, r.tensor.index): r.tensor for r in walked.roles if r.tensor is not None}
-        # From the end: what a value is for is said by what is made of it.
-        may_be = dict[int, bool]()
-        for node in reversed(graph.nodes):
-            may_be |= {id(result): _may_be_weight(graph, result, may_be) for result in node.outputs}
-        constants = graph.constants.items()
-        not_weights = {key for key, value in constants if is_whole or not _may_be_weight(graph, value, may_be)}
-    numbers = (t for t in stored if t.type in NUMBER_TYPES and (t.subgraph, t.index) not in roles)
-    largest = _LARGEST_NUMBER if graph is None else 1
-    doubtful = [t for t in numbers if (t.subgraph, t.index) not in not_weights and t.elements > largest]
-    scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)] if graph else []
-    doubtful += [t for t in scalars if (t.subgraph, t.index) not in roles]
+            walker.walk()
+            not_weights = set(graph.constants)
+        roles = {_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
+        not_weights = not_weights or _not_weights(graph)
+    numbers = (t for t in stored if t.type in NUMBER_TYPES and t.elements > largest and _key(t) not in not_weights)
+    doubtful = [tensor for tensor in (*numbers, *scalars) if _key(tensor) not in roles]
     return model, list(roles.values()), doubtful
+
+
+def _key(tensor: Tensor) -> _Key:
+    return tensor.subgraph, tensor.index
+
+
+def _not_weights(graph: FlatGraph) -> set[_Key]:
+    """The constants that play no role, of a graph that could not be read to its end."""
+    # From the end: what a value is for is said by what is made of it.
+    may_be = dict[int, bool]()
+    for node in reversed(graph.nodes):
+        may_be |= {id(result): _may_be_weight(graph, result, may_be) for result in node.outputs}
+    return {key for key, value in graph.constants.items() if not _may_be_weight(graph, value, may_be)}
 
 
 def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -> bool:
@@ -121,10 +139,10 @@ def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -
         if node.kind == PRODUCT and _is_rotation(graph, node):
             return False
         meets = any(result.depends & Depends.DATA for result in node.outputs)
-        if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in ("SELECT", "SELECT_V2")):
+        if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in SELECTIONS):
             return True
-        constant = node.kind in LAYOUT or node.kind in CONVERSIONS
-        if constant and not meets and any(may_be.get(id(result), True) for result in node.outputs):
+        is_handed_on = not meets and (node.kind in LAYOUT or node.kind in CONVERSIONS)
+        if is_handed_on and any(may_be.get(id(result), True) for result in node.outputs):
             return True
     return value.tensor.elements > _LARGEST_NUMBER and not any(
         result.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for result in node.outputs

@@ -65,19 +65,21 @@ def read_unproven(
         UnsupportedError: too little of it can be read, or it is known to be no drafter.
         MtpExtractError: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
     """
-    passed, refusals = dict[tuple[int, int], str](), list[str]()
-    while True:
+    passed = dict[tuple[int, int], str]()
+    refusals = list[str]()
+    drafter = None
+    while len(passed) <= _MOST_PASSED:
         drafter = None
         try:
             drafter = opened.drafter(sliding_window, passed)
             proof = prove(drafter)
         except OperatorError as error:
             refusals.append(_clause_of(error, opened))
-            if error.place in passed or len(passed) >= _MOST_PASSED:
+            if error.place in passed:
                 break
             passed[error.place] = error.label
         except (RoleError, UnsupportedError, ProofError) as error:
-            if error.remedies or isinstance(error, AnotherKindError) or (isinstance(error, ProofError) and not passed):
+            if not _is_for_want_of_knowledge(error, is_changed=bool(passed)):
                 raise
             if drafter is not None or not refusals:
                 refusals.append(_clause_of(error, opened))
@@ -85,8 +87,8 @@ def read_unproven(
         else:
             if not passed:
                 return drafter, proof
-            read = f"taken for {'its operand' if len(passed) == 1 else 'their operands'}, all else was proven"
-            return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
+            operands = "its operand" if len(passed) == 1 else "their operands"
+            return _not_proven(drafter, refusals, f"taken for {operands}, all else was proven"), None
     try:
         with naming_file(opened.source.name):
             return _by_place_and_name(opened, sliding_window, refusals), None
@@ -94,8 +96,21 @@ def read_unproven(
         if drafter is None:
             raise
     # What was read is all that there is of a geometry that is not known.
-    read = "what it computes was read, and not proven"
-    return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles))), None
+    return _not_proven(drafter, refusals, "what it computes was read, and not proven"), None
+
+
+def _is_for_want_of_knowledge(error: RoleError | UnsupportedError | ProofError, *, is_changed: bool) -> bool:
+    """Whether a graph was refused for what this release does not know: not for what a user can say, nor as one of
+    another kind, nor because it was read, as it is, and is no drafter's function.
+    """
+    if error.remedies or isinstance(error, AnotherKindError):
+        return False
+    return is_changed or not isinstance(error, ProofError)
+
+
+def _not_proven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
+    """``drafter`` with what it was refused for, and what was ``read`` all the same."""
+    return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles)))
 
 
 def _once(refusals: Collection[str]) -> list[str]:
