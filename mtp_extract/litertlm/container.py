@@ -142,17 +142,32 @@ def read_bundle(source: Source) -> Bundle:
             f"{source.name}: expected a .litertlm bundle (first bytes {MAGIC!r}), "
             f"found {source.read(0, min(len(MAGIC), source.size))!r}."
         )
-    head = FlatBuffer(Region(source, 0, source.size, "the header"))
     if source.size < HEADER_START:
         raise TruncatedError(
             f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
         )
+    head = FlatBuffer(Region(source, 0, source.size, "the header"))
+    version = _version(source, head)
+    end = _header_end(source, head)
+    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
+    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
+    system, listing = root.table(0), root.table(1)
+    sections = tuple(_sections(listing)) if listing else ()
+    _check_ranges(source, end, sections)
+    return Bundle(source, version, end, _items(system, 0), sections)
+
+
+def _version(source: Source, head: FlatBuffer) -> tuple[int, int, int]:
     major, minor, patch = (head.integer("I", at) for at in (8, 12, 16))
     if major != 1:
         raise UnsupportedError(
             f"{source.name}: .litertlm version {major}.{minor}.{patch}; this release reads versions 1.x. "
             "Look for a newer release of mtp-extract."
         )
+    return major, minor, patch
+
+
+def _header_end(source: Source, head: FlatBuffer) -> int:
     end = head.integer("Q", 24)
     if end > source.size:
         raise TruncatedError(
@@ -160,12 +175,7 @@ def read_bundle(source: Source) -> Bundle:
         )
     if not HEADER_START + 8 <= end <= _LONGEST_HEADER:
         raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be. {_AGAIN}")
-    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
-    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
-    system, listing = root.table(0), root.table(1)
-    sections = tuple(_sections(listing)) if listing else ()
-    _check_ranges(source, end, sections)
-    return Bundle(source, (major, minor, patch), end, _items(system, 0), sections)
+    return end
 
 
 def _sections(listing: Table) -> Iterator[Section]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from mtp_extract.errors import FormatError
 
@@ -47,38 +48,57 @@ def read_numbers(stored: bytes, names: Collection[str]) -> dict[str, float]:
         raise FormatError("an offset leads out of it") from error
 
 
+@dataclass(frozen=True)
+class _Map:
+    """How many values a map has, where they and their keys stand, and how wide each of both is."""
+
+    count: int
+    width: int
+    values: int
+    key_width: int
+    keys: int
+
+
 class _Reader:
     def __init__(self, stored: bytes) -> None:
         self.stored = stored
 
     def numbers(self, names: Collection[str]) -> dict[str, float]:
+        root = self._root()
+        if root is None:
+            return {}
+        if root.count > _MOST_KEYS:
+            raise FormatError(f"it has {root.count} keys, more than any exporter writes")
+        # Each key is compared with the names, never read to its end: all may be one string.
+        texts = {name: name.encode() + b"\0" for name in names}
+        numbers = dict[str, float | None]()
+        for index in range(root.count):
+            start = self._back(root.keys + index * root.key_width, root.key_width)
+            name = next((name for name, text in texts.items() if self.stored.startswith(text, start)), None)
+            if name is not None and name in numbers:
+                raise FormatError(f"the key {name!r} stands there twice")
+            if name is not None:
+                numbers[name] = self._value(root, index)
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    def _root(self) -> _Map | None:
+        """The map at the root; None where something else stands there."""
         root_width = self._unsigned(len(self.stored) - 1, 1)
         root_type = self._unsigned(len(self.stored) - 2, 1)
         if root_type >> 2 != _MAP:
-            return {}
+            return None
         width = 1 << (root_type & 3)
         values = self._back(len(self.stored) - 2 - root_width, root_width)
-        count, key_width = self._unsigned(values - width, width), self._unsigned(values - 2 * width, width)
-        if count > _MOST_KEYS:
-            raise FormatError(f"it has {count} keys, more than any exporter writes")
-        keys = self._back(values - 3 * width, width)
+        count = self._unsigned(values - width, width)
+        key_width = self._unsigned(values - 2 * width, width)
+        # Of too many keys none is looked for.
+        keys = self._back(values - 3 * width, width) if count <= _MOST_KEYS else 0
+        return _Map(count, width, values, key_width, keys)
 
-        # Each key is compared with the names, never read to its end: all may be one string.
-        texts = {name: name.encode() + b"\0" for name in names}
-        numbers = dict[str, float]()
-        keys_read = set[str]()
-        for index in range(count):
-            start = self._back(keys + index * key_width, key_width)
-            name = next((name for name, text in texts.items() if self.stored.startswith(text, start)), None)
-            if name is None:
-                continue
-            if name in keys_read:
-                raise FormatError(f"the key {name!r} stands there twice")
-            keys_read.add(name)
-            number = self._number(values + index * width, width, self._unsigned(values + count * width + index, 1))
-            if number is not None:
-                numbers[name] = number
-        return numbers
+    def _value(self, root: _Map, index: int) -> float | None:
+        """The number that a map has at ``index``; None where something else stands there."""
+        kind = self._unsigned(root.values + root.count * root.width + index, 1)
+        return self._number(root.values + index * root.width, root.width, kind)
 
     def _number(self, position: int, width: int, packed_type: int) -> float | None:
         """The number at ``position``; None for what is none."""

@@ -30,17 +30,17 @@ _SMALLEST_SCALE = 1e-7
 def zero_pages(region: Region) -> Iterator[tuple[int, int]]:
     """Runs of whole pages of the file that are zero: ``(begin, end)`` in bytes of ``region``."""
     first = -region.begin % PAGE
-    pages = max(region.size - first, 0) // PAGE
-    is_zero = np.zeros(pages + 2, np.bool_)
-    for begin in range(0, pages * PAGE, _READ):
-        length = min(_READ, pages * PAGE - begin)
+    length_of_pages = max(region.size - first, 0) // PAGE * PAGE
+    # With a page before and behind that is not zero, so that every run has two edges.
+    is_zero = np.zeros(length_of_pages // PAGE + 2, np.bool_)
+    for begin in range(0, length_of_pages, _READ):
+        length = min(_READ, length_of_pages - begin)
         words = np.frombuffer(region.read(first + begin, length), np.uint64).reshape(-1, PAGE // 8)
         # Almost every page is told from a hole by its first word.
         suspects = np.flatnonzero(words[:, 0] == 0)
         is_zero[1 + begin // PAGE + suspects] = ~words[suspects].any(axis=1)
-    edges = np.flatnonzero(np.diff(is_zero))
-    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        yield first + begin * PAGE, first + end * PAGE
+    edges = (first + PAGE * np.flatnonzero(np.diff(is_zero))).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
 
 
 def missing_rows(constant: QuantizedTensor) -> range | None:

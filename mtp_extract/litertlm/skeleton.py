@@ -45,15 +45,20 @@ def unpack_skeleton(source: Source) -> Source | None:
     # The name of an archive's first member follows 30 bytes of header.
     if source.read(30, len(_MEMBER)) != _MEMBER.encode():
         return None
+    model = _unpack(source)
+    if len(model) > _LARGEST_MODEL or not model.endswith(MARK):
+        raise FormatError(f"{source.name}: expected a skeleton of mtp-extract, found another model. Make it again.")
+    return BytesSource(model, source.name)
+
+
+def _unpack(source: Source) -> bytes:
+    """The one member of the archive ``source``, no more of it than any drafter has."""
     try:
         with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:
             if archive.namelist() != [_MEMBER]:
                 raise zipfile.BadZipFile("its members are not those of its header")
             with archive.open(_MEMBER) as member:
                 # What it says of its size is not believed.
-                model = member.read(_LARGEST_MODEL + 1)
+                return member.read(_LARGEST_MODEL + 1)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         raise FormatError(f"{source.name}: is a damaged skeleton. Make it again.") from error
-    if len(model) > _LARGEST_MODEL or not model.endswith(MARK):
-        raise FormatError(f"{source.name}: expected a skeleton of mtp-extract, found another model. Make it again.")
-    return BytesSource(model, source.name)

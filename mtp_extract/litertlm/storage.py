@@ -301,19 +301,28 @@ class Storage:
         """Scales and zero points of ``values``, as :meth:`quantized` gives them."""
         rows = self.by_scale(values)
         lowest, highest = self.bounds
-        low, high = (np.minimum(rows.min(axis=(0, 2)), np.float32(0)), np.maximum(rows.max(axis=(0, 2)), np.float32(0)))
-        bound = np.maximum(np.maximum(-low, high) if self.symmetric else high - low, _SMALLEST_BOUND).astype(np.float32)
-        scale = bound / np.float32(highest if self.symmetric else highest - lowest)
-        zero_point = np.zeros(low.size) if self.symmetric else np.rint(np.float32(lowest) - low / scale)
-        if self.kind == "blockwise":
-            brain, half = TensorType.BFLOAT16, TensorType.FLOAT16
-            try:
-                halves = round_floats(widened(round_floats(scale, brain).tobytes(), brain), half)
-            except OverflowError as error:
-                raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error
-            # What underflows FP16 is a block of nothing but zeros.
-            scale = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
-        return scale, zero_point.astype(np.int64)
+        low = np.minimum(rows.min(axis=(0, 2)), np.float32(0))
+        high = np.maximum(rows.max(axis=(0, 2)), np.float32(0))
+        if self.symmetric:
+            scale = np.maximum(np.maximum(-low, high), _SMALLEST_BOUND).astype(np.float32) / np.float32(highest)
+            zero_point = np.zeros(low.size)
+        else:
+            bound = np.maximum(high - low, _SMALLEST_BOUND).astype(np.float32)
+            scale = bound / np.float32(highest - lowest)
+            zero_point = np.rint(np.float32(lowest) - low / scale)
+        return _scales_of_blocks(scale) if self.kind == "blockwise" else scale, zero_point.astype(np.int64)
+
+
+def _scales_of_blocks(scale: Floats) -> Floats:
+    """Scales as a file stores them for blocks: BF16 numbers, in FP16."""
+    try:
+        brains = widened(round_floats(scale, TensorType.BFLOAT16).tobytes(), TensorType.BFLOAT16)
+        halves = round_floats(brains, TensorType.FLOAT16)
+    except OverflowError as error:
+        raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error
+    # What underflows FP16 is a block of nothing but zeros.
+    stored: Floats = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
+    return stored
 
 
 @dataclass(frozen=True)
@@ -357,19 +366,9 @@ class QuantizedTensor:
             raise UnsupportedError(
                 f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
             )
-        if quantization.blockwise is not None:
-            scale, zero_point = _block_scales(model, tensor, quantization.blockwise)
-            kind = "blockwise"
-            axis = 0
-            size = quantization.blockwise.block_size
-        else:
-            scale, zero_point = _channel_scales(tensor, quantization)
-            kind, size = "per_tensor" if scale.size == 1 else "per_channel", 0
-            axis = quantization.axis if scale.size > 1 else 0
-        zero_point = _checked(tensor, CODE_TYPES[type_], scale, zero_point)
-        return cls(
-            tensor, location, Storage(type_, tensor.shape, kind, axis, size, not zero_point.any()), scale, zero_point
-        )
+        scale, zero_point = _checked(tensor, CODE_TYPES[type_], *_scales_of(model, tensor, quantization))
+        storage = _storage_of(type_, tensor, quantization, symmetric=not zero_point.any())
+        return cls(tensor, location, storage, scale, zero_point)
 
     @property
     def packing(self) -> Packing | None:
@@ -422,6 +421,21 @@ class QuantizedTensor:
         return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
 
 
+def _scales_of(model: TfliteModel, tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
+    if quantization.blockwise is not None:
+        return _block_scales(model, tensor, quantization.blockwise)
+    return _channel_scales(tensor, quantization)
+
+
+def _storage_of(type_: TensorType, tensor: Tensor, quantization: Quantization, *, symmetric: bool) -> Storage:
+    """How codes lie with scales that were checked."""
+    if quantization.blockwise is not None:
+        return Storage(type_, tensor.shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
+    if quantization.scales.count == 1:
+        return Storage(type_, tensor.shape, "per_tensor", symmetric=symmetric)
+    return Storage(type_, tensor.shape, "per_channel", quantization.axis, symmetric=symmetric)
+
+
 def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales and zero points, one of all or one a channel."""
     # Counted before they are read: a vector may claim the rest of the file.
@@ -440,30 +454,35 @@ def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats,
 
 def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales and zero points of blocks, ``[…, blocks]``: in tensors that the details name, whatever else there is."""
-    size, tensors = details.block_size, model.subgraphs[tensor.subgraph].tensors
+    size = details.block_size
     if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
         raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
-    for index, fewest in ((details.scales, 0), (details.zero_points, -1)):
-        if not fewest <= index < len(tensors):
-            raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
+    tensors = model.subgraphs[tensor.subgraph].tensors
+    _check_index(tensor, details.scales, 0, len(tensors))
+    _check_index(tensor, details.zero_points, -1, len(tensors))
     blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
-    stored = tensors[details.scales]
+    scales = tensors[details.scales]
     # Floats only: scales that had scales of their own could lead back here.
-    if stored.type not in FLOAT_TYPES or stored.elements != math.prod(blocks):
-        raise FormatError(f"{tensor.label} has {stored.label} for its block scales; expected floats {list(blocks)}.")
-    scale = read_floats(model, stored).reshape(blocks)
+    if scales.type not in FLOAT_TYPES or scales.elements != math.prod(blocks):
+        raise FormatError(f"{tensor.label} has {scales.label} for its block scales; expected floats {list(blocks)}.")
+    scale = read_floats(model, scales).reshape(blocks)
     if details.zero_points < 0:
         return scale, np.empty(0, np.int64)
-    stored = tensors[details.zero_points]
-    if stored.elements not in (1, scale.size):
-        raise FormatError(f"{tensor.label} has {scale.size} block scales and {stored.elements} zero points.")
-    return scale, _plain_integers(model, stored)
+    zero_points = tensors[details.zero_points]
+    if zero_points.elements not in (1, scale.size):
+        raise FormatError(f"{tensor.label} has {scale.size} block scales and {zero_points.elements} zero points.")
+    return scale, _plain_integers(model, zero_points)
+
+
+def _check_index(tensor: Tensor, index: int, fewest: int, count: int) -> None:
+    if not fewest <= index < count:
+        raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {count}.")
 
 
 def _checked(
     tensor: Tensor, packing: Packing, scale: Floats, zero_point: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """The zero points, one for each scale."""
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales that a weight may have, and zero points, one for each."""
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
     if scale.size and scale.max() > LARGEST_SCALE:
@@ -475,7 +494,7 @@ def _checked(
         raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {low}…{high}.")
     if zero_point.size != scale.size:
         zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
-    return zero_point.reshape(scale.shape)
+    return scale, zero_point.reshape(scale.shape)
 
 
 def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -70,6 +69,7 @@ _LARGEST_DIMENSION_PRODUCT = 1 << 40
 _PLAIN_PACKINGS = frozenset({"", "unpacked"})
 _EXTERNAL_GROUP = "tflite_weights"
 
+_COMPOSITE = "STABLEHLO_COMPOSITE"
 _COMPOSITE_OPTIONS = 21
 _BLOCKWISE = 2
 _DETAILS = MappingProxyType({0: "none", 1: "custom", _BLOCKWISE: "blockwise", 3: "multi-axis"})
@@ -231,7 +231,6 @@ class TfliteModel:
 
     region: Region
     weights: Region | None
-    description: str
     subgraphs: tuple[Subgraph, ...]
     signatures: tuple[Signature, ...]
     _buffers: tuple[tuple[Vector, int, int], ...] = field(repr=False)
@@ -326,13 +325,18 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
     if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
         raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
     root = FlatBuffer(region, budget).root()
-    # A signature that is listed several times is one.
-    signatures = dict[object, Signature]()
     codes = tuple(_operator_code(table) for table in root.tables(1))
     buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
     subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
     if not subgraphs:
         raise FormatError(f"{region.source.name}: {region.what} has no subgraph.")
+    external = _external_buffers(root)
+    signatures = _signatures(root, subgraphs)
+    return TfliteModel(region, weights, subgraphs, signatures, buffers, external)
+
+
+def _external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int, str]]:
+    """By id, the group of an external buffer, its offset and length there, and its packing."""
     groups = tuple(table.string(0) or "" for table in root.tables(8))
     external = {}
     for table in root.tables(9):
@@ -340,19 +344,17 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
         name = groups[group] if group < len(groups) else f"(group {group} of {len(groups)})"
         place = table.integer(2, "Q"), table.integer(3, "Q")
         external[table.integer(0, "I")] = (name, *place, table.string(4) or "")
+    return MappingProxyType(external)
+
+
+def _signatures(root: Table, subgraphs: tuple[Subgraph, ...]) -> tuple[Signature, ...]:
+    """The signatures; one that is listed several times is one."""
+    signatures = dict[object, Signature]()
     for table in root.tables(7):
         signature = _signature(table, subgraphs)
         interface = (*signature.inputs.items(), None, *signature.outputs.items())
         signatures.setdefault((signature.key, signature.subgraph, interface), signature)
-    return TfliteModel(
-        region,
-        weights,
-        root.string(3) or "",
-        subgraphs,
-        tuple(signatures.values()),
-        buffers,
-        MappingProxyType(external),
-    )
+    return tuple(signatures.values())
 
 
 def _operator_code(table: Table) -> str:
@@ -369,7 +371,7 @@ def _subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: int) ->
         index,
         table.string(4) or "",
         tensors,
-        tuple(_operators(table, index, codes, len(tensors))),
+        tuple(_operator(entry, index, i, codes, len(tensors)) for i, entry in enumerate(table.tables(3))),
         _tensor_indices(table, 1, len(tensors), f"the input list of subgraph {index}"),
         _tensor_indices(table, 2, len(tensors), f"the output list of subgraph {index}"),
     )
@@ -384,30 +386,28 @@ def _tensor_indices(table: Table, slot: int, count: int, what: str) -> tuple[int
     return indices
 
 
-def _operators(table: Table, subgraph: int, codes: tuple[str, ...], tensors: int) -> Iterator[Operator]:
-    for index, entry in enumerate(table.tables(3)):
-        code, what = entry.integer(0, "I"), f"op {index} of subgraph {subgraph}"
-        if code >= len(codes):
-            raise table.buffer.error(f"{what} has operator code {code} of {len(codes)}")
-        kind = codes[code]
-        # LiteRT takes options of another operator's type for none.
-        options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
-        composite = (
-            entry.table(12) if kind == "STABLEHLO_COMPOSITE" and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
-        )
-        slot = _ACTIVATION_SLOT.get(kind)
-        yield Operator(
-            subgraph,
-            index,
-            kind,
-            _tensor_indices(entry, 1, tensors, what),
-            _tensor_indices(entry, 2, tensors, what),
-            (composite.string(0) or "") if composite else None,
-            composite.integer(1, "i", -1) if composite else -1,
-            composite.vector(2, 1) if composite else None,
-            options.integer(slot, "b") if options and slot is not None else 0,
-            options,
-        )
+def _operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], tensors: int) -> Operator:
+    what = f"op {index} of subgraph {subgraph}"
+    code = entry.integer(0, "I")
+    if code >= len(codes):
+        raise entry.buffer.error(f"{what} has operator code {code} of {len(codes)}")
+    kind = codes[code]
+    # LiteRT takes options of another operator's type for none.
+    options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
+    slot = _ACTIVATION_SLOT.get(kind)
+    composite = entry.table(12) if kind == _COMPOSITE and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
+    return Operator(
+        subgraph,
+        index,
+        kind,
+        _tensor_indices(entry, 1, tensors, what),
+        _tensor_indices(entry, 2, tensors, what),
+        (composite.string(0) or "") if composite else None,
+        composite.integer(1, "i", -1) if composite else -1,
+        composite.vector(2, 1) if composite else None,
+        options.integer(slot, "b") if options and slot is not None else 0,
+        options,
+    )
 
 
 def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:

@@ -40,16 +40,17 @@ def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
     """
-    kept = sorted(bundle.sections, key=lambda s: s.begin)
-    contents = [*map(bundle.region, kept), *(entry.content for entry in added)]
-    ranges, at = list[tuple[int, int]](), SECTION_ALIGNMENT
+    sections = sorted(bundle.sections, key=lambda section: section.begin)
+    contents = [*map(bundle.region, sections), *(entry.content for entry in added)]
+    ranges = list[tuple[int, int]]()
+    begin = SECTION_ALIGNMENT
     for content in contents:
-        ranges.append((at, at + content.size))
-        at = aligned(at + content.size, SECTION_ALIGNMENT)
+        ranges.append((begin, begin + content.size))
+        begin = aligned(begin + content.size, SECTION_ALIGNMENT)
+    header = _header(bundle, sections, added, ranges)
+    pieces = [(0, Region(BytesSource(header), 0, len(header), "the new header"))]
+    pieces += [(place[0], content) for place, content in zip(ranges, contents, strict=True)]
     size = max((end for _, end in ranges), default=SECTION_ALIGNMENT)
-    header = _header(bundle, kept, added, ranges)
-    sections = ((begin, content) for (begin, _), content in zip(ranges, contents, strict=True))
-    pieces = ((0, Region(BytesSource(header), 0, len(header), "the new header")), *sections)
     return Assembled(bundle.source.name, size, pieces)
 
 
@@ -67,19 +68,26 @@ def _header(
             f"{name}: its header has a field that is newer than this release, so no section can be added."
         )
     front = _front(root, tables, added, ranges[len(sections) :])
-    shift = HEADER_START + len(front)
-    end = shift + region.size
+    end = HEADER_START + len(front) + region.size
     if end > SECTION_ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
-    header = bytearray(source.read(0, HEADER_START) + front + region.read())
-    header[24:32] = end.to_bytes(8, "little")
-    for section, place in zip(sections, ranges, strict=False):
-        for slot, value in zip((1, 2), place, strict=True):
-            if at := tables[section.index].at(slot):
-                header[shift + at : shift + at + 8] = value.to_bytes(8, "little")
-            elif section.size:
-                raise UnsupportedError(f"{name}: {section.label} does not say where it lies.")
-    return bytes(header)
+    places = dict(zip((section.index for section in sections), ranges, strict=False))
+    listed = bytearray(region.read())
+    for section in sections:
+        fields = [tables[section.index].at(slot) for slot in (1, 2)]
+        if section.size and not all(fields):
+            raise UnsupportedError(f"{name}: {section.label} does not say where it lies.")
+        _write_place(listed, fields, places[section.index])
+    start = bytearray(source.read(0, HEADER_START))
+    start[24:32] = end.to_bytes(8, "little")
+    return bytes(start + front + listed)
+
+
+def _write_place(listed: bytearray, fields: Sequence[int], place: tuple[int, int]) -> None:
+    """Write where a section lies into those of its two ``fields`` that are there."""
+    for at, value in zip(fields, place, strict=True):
+        if at:
+            listed[at : at + 8] = value.to_bytes(8, "little")
 
 
 def _front(root: Table, tables: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
