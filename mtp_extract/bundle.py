@@ -209,14 +209,8 @@ class Opened(AbstractContextManager["Opened"]):
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         typed = self.chosen() if self.bundle is not None else []
-        candidates, budget = list[tuple[Section, TfliteModel]](), Budget(_SEARCH_BUDGET)
-        for section in [] if typed else self._models:
-            # Another model may be damaged. A missing drafter is reported.
-            with suppress(MtpExtractError):
-                model = self.model(section, budget)
-                if self._candidates(model):
-                    candidates.append((section, model))
-        sections = typed or [section for section, _ in candidates]
+        by_signature = [] if typed else self._with_signature()
+        sections = typed or [section for section, _ in by_signature]
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
             raise NoDrafterError(
@@ -225,9 +219,20 @@ class Opened(AbstractContextManager["Opened"]):
             )
         if typed:
             return typed[0], "model_type", self.model(typed[0])
-        if candidates:
-            return sections[0], "signature", candidates[0][1]
+        if by_signature:
+            return sections[0], "signature", by_signature[0][1]
         raise NoDrafterError(self._no_drafter())
+
+    def _with_signature(self) -> list[tuple[Section, TfliteModel]]:
+        """The models that have a drafter's signature. Another may be damaged: a missing drafter is reported."""
+        budget = Budget(_SEARCH_BUDGET)
+        models = list[tuple[Section, TfliteModel]]()
+        for section in self._models:
+            with suppress(MtpExtractError):
+                model = self.model(section, budget)
+                if self._candidates(model):
+                    models.append((section, model))
+        return models
 
     def _candidates(self, model: TfliteModel) -> list[Signature]:
         """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
@@ -368,17 +373,9 @@ def _bundle_with_drafter(
     with ExitStack() as stack:
         candidates = list[Opened]()
         for address in addresses:
-            try:
-                opened = _open(address, token, progress)
-            except (FormatError, TruncatedError, UnsupportedError) as error:
-                # Another may be sound: an NPU's may be of a version that this release does not read.
-                contents[address.name] = str(error).removeprefix(f"{address.name}: ").partition(". ")[0]
-                continue
-            contents[address.name] = few(sorted(opened.model_types)) or "no models"
-            if MODEL_TYPE in opened.model_types:
+            opened, contents[address.name] = _look_into(address, token, progress)
+            if opened is not None:
                 candidates.append(stack.enter_context(opened))
-            else:
-                opened.close()
         if len(candidates) == 1:
             stack.pop_all()
             others = tuple(name for name in contents if name != candidates[0].source.name)
@@ -389,3 +386,17 @@ def _bundle_with_drafter(
         f"{repository}: expected one bundle with an MTP drafter, found {count} among {len(addresses)}: {listed}. Name "
         "one of these addresses."
     )
+
+
+def _look_into(address: HubAddress, token: str | bool | None, progress: Progress | None) -> tuple[Opened | None, str]:
+    """The bundle at ``address``, where its header lists a drafter; and what it lists, or why it cannot be read."""
+    try:
+        opened = _open(address, token, progress)
+    except (FormatError, TruncatedError, UnsupportedError) as error:
+        # Another may be sound: an NPU's may be of a version that this release does not read.
+        return None, str(error).removeprefix(f"{address.name}: ").partition(". ")[0]
+    kinds = few(sorted(opened.model_types)) or "no models"
+    if MODEL_TYPE in opened.model_types:
+        return opened, kinds
+    opened.close()
+    return None, kinds
