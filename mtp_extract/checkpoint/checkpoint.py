@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mtp_extract.architecture import architecture_of, shapes_of
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.config import Config, DrafterConfig
 from mtp_extract.architecture.roles import SCALAR, Role
@@ -25,7 +26,6 @@ from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, 
 from mtp_extract.checkpoint.rounding import SCALES, round_weight
 from mtp_extract.checkpoint.weight import Rows, Weight, constant_weight, same_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
-from mtp_extract.graph.roles import Activation
 
 CODES = "codes"
 """The output type that keeps the stored integers; what has none is written in F32."""

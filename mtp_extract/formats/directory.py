@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import INDEX, MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Activations, Arranged, Checkpoint, Kept, keep_floats
@@ -36,7 +37,6 @@ from mtp_extract.formats.transformers import (
     config_document,
     parse_config,
 )
-from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Floats, Packing
 
 HEAD = "lm_head"

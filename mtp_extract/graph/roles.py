@@ -9,21 +9,13 @@ from functools import cache
 
 import numpy as np
 
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.roles import MATRIX, role_table, roles_of
 from mtp_extract.errors import RoleError
 from mtp_extract.graph.call import activation_scale
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
-
-    type: str  # TFLite's name
-    scale: float  # what a step of its codes is worth
-    zero_point: int  # the code that stands for 0
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.bundle import Shard
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.roles import Activation
 from mtp_extract.insertion.plan import Overlay
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType

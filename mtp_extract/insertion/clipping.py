@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.evaluation.base_model import load_base, memory_guard
 from mtp_extract.evaluation.progress import Say, Show, report_each
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
-from mtp_extract.graph.roles import Activation
 from mtp_extract.insertion.activations import Grids
 from mtp_extract.speculate.codec import Codec
 

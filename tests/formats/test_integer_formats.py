@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from mtp_extract import convert, extract
 from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
@@ -29,7 +30,6 @@ from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Steps, Weight, has_exact_steps, of_codes, row_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
-from mtp_extract.graph.roles import Activation
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.pipeline.extraction import checkpoint_of
 

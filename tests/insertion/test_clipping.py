@@ -7,9 +7,9 @@ import torch
 from helpers.first_pair import first_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mtp_extract.architecture.activation import Activation
 from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import Prompt
-from mtp_extract.graph.roles import Activation
 from mtp_extract.insertion import clipping
 
 PROMPT = "class Foo(object):"
