@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -15,6 +16,7 @@ from msgspec import Struct, convert, to_builtins
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.documents import parse_json, refused
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
+from mtp_extract.checkpoint.format import FLOATS, Plan
 from mtp_extract.checkpoint.rounding import round_weight
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
@@ -37,31 +39,37 @@ class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
     axis: Literal[0] = 0  # scales are those of rows, or of blocks of them
 
 
-def plan_codes(weights: OutputFile, floats: Mapping[str, Weight]) -> list[OutputFile]:
-    """The file, if any, with the stored integers, scales and zero points of what ``weights`` holds as ``floats``."""
+def add_codes(plan: Plan) -> Plan:
+    """``plan`` with a file more, if any matrix that it stores as floats has integers: these, scales and zero points."""
+    weights, *others = plan.files
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
-    for planned in weights.tensors:
-        weight = floats.get(planned.role)
-        role = planned.role
-        name = planned.name
-        if weight is None or weight.scheme is None or len(weight.shape) != 2:
-            continue
-        steps = weight.steps
-        if isinstance(weight, Constant):
-            scale, zero_point = weight.source.scale, weight.source.zero_point
-        else:
-            shape = (-1,) if steps.block == weight.columns else steps.size.shape
-            scale, zero_point = steps.size.reshape(shape), steps.zero_point.reshape(shape)
-        schemes[name] = _Scheme(weight.bits, steps.factor)  # type: ignore[arg-type]  # as all formats keep
-        tensors += [
-            plan_rows(f"{name}.codes", role, weight, "I8" if weight.scheme.signed else "U8", weight.codes),
-            plan_array(f"{name}.scale", scale),
-            plan_array(f"{name}.zero_point", zero_point),
-        ]
+    for name in (tensor.name for tensor in weights.tensors if tensor.name in plan.roles):
+        stored_as = plan.stored[plan.roles[name]]
+        weight = stored_as.weight
+        if stored_as.how == FLOATS and weight.scheme is not None and len(weight.shape) == 2:
+            schemes[name] = _Scheme(weight.bits, weight.steps.factor)  # type: ignore[arg-type]  # as all formats keep
+            tensors += _plan_matrix(name, weight, weight.scheme)
+    if not tensors:
+        return plan
     described = json.dumps(to_builtins(schemes), sort_keys=True)
     metadata = {"format": "pt", "mtp_extract": __version__, _SCHEMES: described}
-    return [OutputFile(CODES_FILE, tensors=tuple(tensors), metadata=metadata)] if tensors else []
+    return replace(plan, files=(weights, OutputFile(CODES_FILE, tuple(tensors), metadata=metadata), *others))
+
+
+def _plan_matrix(name: str, weight: Weight, scheme: Packing) -> Iterator[PlannedTensor]:
+    """The integers of a matrix as they are stored, with a scale and a zero point a row, or a block of it."""
+    steps = weight.steps
+    if isinstance(weight, Constant):
+        scale = weight.source.scale
+        zero_point = weight.source.zero_point
+    else:
+        shape = (-1,) if steps.block == weight.columns else steps.size.shape
+        scale = steps.size.reshape(shape)
+        zero_point = steps.zero_point.reshape(shape)
+    yield plan_rows(f"{name}.codes", weight, "I8" if scheme.signed else "U8", weight.codes)
+    yield plan_array(f"{name}.scale", scale)
+    yield plan_array(f"{name}.zero_point", zero_point)
 
 
 def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:

@@ -58,7 +58,6 @@ class PlannedTensor:
     dtype: str  # a name in BLOCKS
     shape: tuple[int, ...]  # of the array, not of its bytes
     produce: Callable[[], Iterator[npt.NDArray[Any]]] = field(repr=False)  # the data in order, as arrays of any shape
-    role: str = ""  # what it holds, or holds a part of; empty for what is no weight
 
     @property
     def length(self) -> int:
@@ -89,16 +88,16 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def plan_rows(
-    name: str, role: str, weight: Weight, dtype: str, made: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
+    name: str, weight: Weight, dtype: str, made: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
 ) -> PlannedTensor:
     """A tensor of what is ``made`` of some rows ``[first, last)`` of ``weight`` at a time; of its shape by default."""
-    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)), role)
+    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)))
 
 
-def plan_array(name: str, array: npt.NDArray[Any], role: str = "") -> PlannedTensor:
+def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
     """A small array as it is."""
     dtype = next(name for name, dtype_known in ARRAYS.items() if dtype_known == array.dtype)
-    return PlannedTensor(name, dtype, array.shape, lambda: iter([array]), role)
+    return PlannedTensor(name, dtype, array.shape, lambda: iter([array]))
 
 
 def read_header(path: Path) -> Mapping[str, StoredTensor]:

@@ -16,7 +16,8 @@ from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape, nearest
 
 if TYPE_CHECKING:
-    from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+    from mtp_extract.checkpoint.checkpoint import Checkpoint
+    from mtp_extract.checkpoint.format import Format
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import INDEX, MATRIX, Role
-from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Activations, Arranged, Checkpoint, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import CODES, Activations, Checkpoint
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, pack, row_bytes, unpack
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
+from mtp_extract.checkpoint.format import INDICES, Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_array, read_rows
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
@@ -86,29 +87,35 @@ class DirectoryFormat:
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
 
-    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
+    def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
         if role.kind == INDEX:
-            return Kept(INDICES, weight)
+            return StoredAs(INDICES, weight)
         if not self.key:
-            return keep_floats(weight, dtype)
+            return store_floats(weight, dtype)
         try:
             codes = row_codes(weight)
         except NoCodesError as error:
-            return keep_floats(weight, "f32", str(error))
-        sizes = codes.steps.size
+            return store_floats(weight, "f32", str(error))
         exact = has_exact_steps(weight)
-        engine = self.floats_head_for
-        too_small = not exact and bool((sizes[sizes > 0] < _SMALLEST_NORMAL).any())
-        for unfit, why in (
-            (too_small, "its scales, less the factor folded into them, are too small for F32"),
-            ((sizes < 0).any(), "it has negative scales (gguf holds them)"),
-            (engine and role.name == HEAD, f"{engine} takes a head of floats only; without it the codes are kept"),
-            (self._group_of(codes) is None, self.unfit.format(block=codes.steps.block)),
-        ):
-            if unfit:
-                return keep_floats(weight, "f32", why)
+        if why := self._why_unfit(role, codes, exact):
+            return store_floats(weight, "f32", why)
         # What a converter folded into the scales is divided out, and the quotient rounded once.
-        return Kept(CODES, codes, "" if exact else "F32")
+        return StoredAs(CODES, codes, "" if exact else "F32")
+
+    def _why_unfit(self, role: Role, codes: Weight, exact: bool) -> str:
+        """Why the format does not hold ``codes``; empty where it does.
+
+        Args:
+            exact: whether their scales are the stored ones, to the bit.
+        """
+        sizes = codes.steps.size
+        if not exact and (sizes[sizes > 0] < _SMALLEST_NORMAL).any():
+            return "its scales, less the factor folded into them, are too small for F32"
+        if (sizes < 0).any():
+            return "it has negative scales (gguf holds them)"
+        if self.floats_head_for and role.name == HEAD:
+            return f"{self.floats_head_for} takes a head of floats only; without it the codes are kept"
+        return self.unfit.format(block=codes.steps.block) if self._group_of(codes) is None else ""
 
     def _groups(self, row: int) -> tuple[int, ...]:
         """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
@@ -118,13 +125,44 @@ class DirectoryFormat:
         """How many share one where ``codes`` are held; None where they cannot be."""
         return next((group for group in self._groups(codes.columns) if codes.steps.block % group == 0), None)
 
-    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint = arranged.checkpoint
-        by_role = arranged.kept
-        config = arranged.checkpoint.mtp
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
+        stored = store_all(self.store, checkpoint, dtype)
+        config = checkpoint.mtp
+        packed = self._packed_as_stored(stored)
+        if config.ordered_head is not None and HEAD in packed:
+            raise UnsupportedError(
+                f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
+                "integers. Leave lm_head in floats."
+            )
+        tensors: list[PlannedTensor] = []
+        roles = dict[str, str]()
+        for role, name in self._names(config, packed).items():
+            if role.name in packed:
+                activations = checkpoint.activations.get(role.name, (None, None))
+                codes = stored[role.name].weight
+                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), codes, packed[role.name], activations)
+            else:
+                roles[name] = role.name
+                tensors.append(stored[role.name].tensor(name))
+        metadata = {"format": self.header, "mtp_extract": __version__}
+        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
+        document = self._document(config, packed, DTYPES["f32" if self.key else dtype].transformers)
+        files = (
+            OutputFile(self.weights_file, tuple(tensors), metadata=metadata, notes=notes),
+            OutputFile(self.marker, text=json_text(document)),
+            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
+        )
+        return Plan(self.name, checkpoint, dtype, stored, roles, files)
+
+    def _packed_as_stored(self, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
+        """How each matrix is packed whose codes are stored, by role.
+
+        Raises:
+            UnsupportedError: there is none, in a format of integers.
+        """
         packed = {
-            name: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
-            for name, stored_as in by_role.items()
+            role: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
+            for role, stored_as in stored.items()
             if stored_as.how == CODES and (group := self._group_of(stored_as.weight))
         }
         if self.key and not packed:
@@ -133,27 +171,7 @@ class DirectoryFormat:
                 "floats here, or choose the transformers format, which its engines load too.",
                 remedies=("quantize", "format=transformers"),
             )
-        if config.ordered_head is not None and HEAD in packed:
-            raise UnsupportedError(
-                f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
-                "integers. Leave lm_head in floats."
-            )
-        tensors: list[PlannedTensor] = []
-        for role, name in self._names(config, packed).items():
-            stored_as = by_role[role.name]
-            if how := packed.get(role.name):
-                activations = checkpoint.activations.get(role.name, (None, None))
-                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), role.name, stored_as.weight, how, activations)
-            else:
-                tensors.append(stored_as.tensor(name, role))
-        metadata = {"format": self.header, "mtp_extract": __version__}
-        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
-        dtype = DTYPES["f32" if self.key else arranged.dtype].transformers
-        return [
-            OutputFile(self.weights_file, tensors=tuple(tensors), metadata=metadata, notes=notes),
-            OutputFile(self.marker, text=json_text(self._document(config, packed, dtype))),
-            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
-        ]
+        return packed
 
     def _names(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
         """The tensor of every role; the tensors of a packed matrix have other endings."""
@@ -191,19 +209,19 @@ class DirectoryFormat:
         }
 
     def _plan_matrix(
-        self, module: str, role: str, codes: Weight, how: Packed, activations: Activations
+        self, module: str, codes: Weight, how: Packed, activations: Activations
     ) -> Iterator[PlannedTensor]:
-        """The tensors of the matrix of ``role``: its codes, some rows at a time, and what lies beside them."""
+        """The tensors of the matrix of ``module``: its codes, some rows at a time, and what lies beside them."""
         suffix, (shape, (dtype,)) = next(iter(self._parts(how).items()))
 
         def rows(first: int, last: int) -> Rows:
             some = codes.codes(first, last)
             return some if dtype == "I8" else pack(some, how.bits, BLOCKS[dtype][1])
 
-        yield plan_rows(f"{module}{suffix}", role, codes, dtype, rows, shape)
+        yield plan_rows(f"{module}{suffix}", codes, dtype, rows, shape)
         arrays = self.arrays(how, np.repeat(codes.steps.size, codes.steps.block // how.group, axis=1))
         arrays |= {name: np.float32(static_scale(of)) for name, of in zip(self.static, activations, strict=False)}
-        yield from (plan_array(f"{module}{name}", np.asarray(array), role) for name, array in arrays.items())
+        yield from (plan_array(f"{module}{name}", np.asarray(array)) for name, array in arrays.items())
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker

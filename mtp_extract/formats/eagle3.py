@@ -15,7 +15,7 @@ which loads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,10 +28,11 @@ from msgspec import Meta, Struct
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role
-from mtp_extract.checkpoint.checkpoint import INDICES, Arranged, Checkpoint, Finding, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint, Finding
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import OutputFile, json_text, plan_array
+from mtp_extract.checkpoint.format import INDICES, Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
@@ -76,18 +77,20 @@ class HeadFormat:
     weights_file: str = WEIGHTS_FILE
     further_files: tuple[str, ...] = ()
 
-    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
-        return Kept(INDICES, weight) if role.kind == INDEX else keep_floats(weight, dtype)
+    def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
+        return StoredAs(INDICES, weight) if role.kind == INDEX else store_floats(weight, dtype)
 
-    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        config = arranged.checkpoint.config
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
+        config = checkpoint.config
         assert isinstance(config, Eagle3Config)
-        planned = [arranged.kept[role.name].tensor(role.names[self.name], role) for role in shapes_of(config)]
+        stored = store_all(self.store, checkpoint, dtype)
+        roles = {role.names[self.name]: role.name for role in shapes_of(config)}
+        tensors = [stored[role].tensor(name) for name, role in roles.items()]
         if config.reduced:
             # Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
-            marks = _marks(config, arranged.kept[_D2T].weight.indices() + np.arange(config.draft_vocab_size))
-            planned.append(plan_array(_T2D, marks, _D2T))
-        document = self.document(config, DTYPES[arranged.dtype].transformers)
+            targets = stored[_D2T].weight.indices() + np.arange(config.draft_vocab_size)
+            tensors.append(plan_array(_T2D, _marks(config, targets)))
+        document = self.document(config, DTYPES[dtype].transformers)
         findings = self.findings(document, config)
         # What an engine that reads the layout would load wrongly and not say so is not written.
         if wrong := [finding for finding in findings if finding.is_error]:
@@ -95,10 +98,11 @@ class HeadFormat:
                 f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
                 remedies=("format",),
             )
-        return [
-            OutputFile(self.weights_file, tensors=tuple(planned), notes=tuple(map(str, findings))),
+        files = (
+            OutputFile(self.weights_file, tuple(tensors), notes=tuple(map(str, findings))),
             OutputFile(self.marker, text=json_text(document)),
-        ]
+        )
+        return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker

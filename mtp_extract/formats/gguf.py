@@ -12,7 +12,7 @@ and compares.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +25,11 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import MATRIX, Role
-from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.documents import compare_document
 from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, DTYPES
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
+from mtp_extract.checkpoint.format import NOTHING, Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_rows
@@ -98,63 +99,62 @@ class GgufFormat:
     weights_file = marker
     further_files: tuple[str, ...] = ()
 
-    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
+    def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
         if self.name not in role.names:
-            return Kept(NOTHING, weight, why=_DROPPED)
+            return StoredAs(NOTHING, weight, why=_DROPPED)
         if role.kind != MATRIX:
-            return keep_floats(weight, "f32", "llama.cpp multiplies by vectors of F32")
+            return store_floats(weight, "f32", "llama.cpp multiplies by vectors of F32")
         if dtype != CODES:
-            return keep_floats(weight, dtype, "floats were asked for")
+            return store_floats(weight, dtype, "floats were asked for")
         try:
             codes = row_codes(weight)
         except NoCodesError as error:
-            return keep_floats(weight, "f32", str(error))
-        sizes = codes.steps.size
-        block = codes.steps.block
-        columns = codes.columns
-        if columns % BLOCK or block % BLOCK:
-            what = f"rows of {columns}" if columns % BLOCK else f"blocks of {block}"
+            return store_floats(weight, "f32", str(error))
+        if codes.columns % BLOCK or codes.steps.block % BLOCK:
+            what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {codes.steps.block}"
             why = f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
-            return keep_floats(weight, "f32", why)
+            return store_floats(weight, "f32", why)
+        sizes = codes.steps.size
         with np.errstate(over="ignore", under="ignore"):
             halves = sizes.astype(np.float16).astype(np.float32)
         unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
         if unlike.any():
             only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
-            return keep_floats(
-                weight, "f32", f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
-            )
+            why = f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
+            return store_floats(weight, "f32", why)
         if (halves == sizes).all():
-            return Kept(CODES, codes, "" if has_exact_steps(weight) else "F32")
-        return Kept(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
+            return StoredAs(CODES, codes, "" if has_exact_steps(weight) else "F32")
+        return StoredAs(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
 
-    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        config, origin = arranged.checkpoint.mtp, arranged.checkpoint.provenance
-        metadata = _metadata(config)
-        planned: list[PlannedTensor] = []
-        for role in (role for role in shapes_of(config) if self.name in role.names):
-            stored_as, name = arranged.kept[role.name], role.names[self.name]
-            coded = stored_as.how == CODES
-            planned.append(_plan_blocks(name, role.name, stored_as.weight) if coded else stored_as.tensor(name, role))
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
+        config = checkpoint.mtp
+        stored = store_all(self.store, checkpoint, dtype)
+        shape_keys = _metadata(config)
+        roles = {role.names[self.name]: role.name for role in shapes_of(config) if self.name in role.names}
+        tensors = [
+            _plan_blocks(name, stored[role].weight) if stored[role].how == CODES else stored[role].tensor(name)
+            for name, role in roles.items()
+        ]
         if (factors := _frequency_factors(config)).size:
-            planned.append(plan_array(_ROPE, factors))
-        matrices = [tensor for tensor in planned if len(tensor.shape) > 1]
-        most = max(_FILE_TYPES, key=lambda kind: sum(tensor.dtype == kind for tensor in matrices))
-        everything: dict[str, Any] = {
+            tensors.append(plan_array(_ROPE, factors))
+        matrices = [tensor.dtype for tensor in tensors if len(tensor.shape) > 1]
+        most = max(_FILE_TYPES, key=matrices.count)
+        base = _base_of(checkpoint.provenance)
+        metadata: dict[str, Any] = {
             ARCHITECTURE: ARCH,
             "general.type": "model",
-            **_origin(origin),
-            **_name_parts(_base_of(origin)),
+            **_origin(checkpoint.provenance),
+            **_name_parts(base),
             "general.file_type": _FILE_TYPES[most],
             "general.quantization_version": 2,
-            **metadata,
+            **shape_keys,
             f"{OWN}version": __version__,
-            **{OWN + key: text for key, text in origin.items()},
+            **{OWN + key: text for key, text in checkpoint.provenance.items()},
             _TOKENIZER: "no_vocab",  # drafts are tokens of the base
         }
-        name = f"mtp-{_base_of(origin)}-{most}.gguf"
         notes = (_EXACT_GELU,) if config.hidden_activation == "gelu" else ()
-        return [OutputFile(name, tensors=tuple(planned), metadata=everything, notes=notes)]
+        file = OutputFile(f"mtp-{base}-{most}.gguf", tuple(tensors), metadata=metadata, notes=notes)
+        return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
 
     def read(self, directory: Path) -> Checkpoint:
         # Of several files the first, beside which the others do not belong.
@@ -260,14 +260,14 @@ def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
     return weight
 
 
-def _plan_blocks(name: str, role: str, codes: Weight) -> PlannedTensor:
+def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
     """``codes`` around zero, of rows and blocks that divide by 32, in the type for their width."""
     kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.size
 
     def blocks(first: int, last: int) -> Rows:
         return kind.pack(codes.codes(first, last), sizes[first:last])
 
-    return plan_rows(name, role, codes, kind.name, blocks)
+    return plan_rows(name, codes, kind.name, blocks)
 
 
 def _metadata(config: DrafterConfig) -> dict[str, Any]:

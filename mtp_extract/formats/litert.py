@@ -6,7 +6,7 @@ constants. No engine loads it; it shows what the file stores, and can express wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +16,10 @@ from msgspec import Struct
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import Role, roles_of
-from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
+from mtp_extract.checkpoint.format import Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
@@ -41,21 +42,24 @@ class LitertFormat:
     weights_file = "mtp_drafter.safetensors"
     further_files: tuple[str, ...] = ()
 
-    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
-        return keep_floats(weight, dtype)
+    def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
+        return store_floats(weight, dtype)
 
-    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        checkpoint = arranged.checkpoint
-        if checkpoint.mtp.ordered_head is not None:
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
+        stored = store_all(self.store, checkpoint, dtype)
+        config = checkpoint.mtp
+        if config.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
-        names = _tensor_names(checkpoint.tensors, checkpoint.mtp.num_layers)
+        names = _tensor_names(checkpoint.tensors, config.num_layers)
+        # A tensor lies where the last of its roles stands, and holds what the first one has.
         first = {name: role for role, name in reversed(names.items())}
-        roles = {role.name: role for role in shapes_of(checkpoint.mtp)}
-        tensors = tuple(arranged.kept[role].tensor(name, roles[role]) for name, role in reversed(first.items()))
-        return [
-            OutputFile(self.weights_file, tensors=tensors),
-            OutputFile(self.marker, text=json_text(_document(checkpoint.mtp, names))),
-        ]
+        roles = dict(reversed(first.items()))
+        tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
+        files = (
+            OutputFile(self.weights_file, tensors),
+            OutputFile(self.marker, text=json_text(_document(config, names))),
+        )
+        return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker

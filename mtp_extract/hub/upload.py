@@ -21,7 +21,6 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 from huggingface_hub.utils.sha import git_hash
 
-from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import format_named, weights_of
@@ -114,7 +113,7 @@ def plan_upload(
             )
         notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
     elif report is not None or words != UNSAID or CARD not in contents:
-        limits = arrange(format_named(drafter.layout), drafter.checkpoint, record["dtype"]).files[0].notes
+        limits = format_named(drafter.layout).plan(drafter.checkpoint, record["dtype"]).limits
         contents[CARD] = model_card(record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
 

@@ -15,11 +15,12 @@ from msgspec import convert as typed
 from msgspec import to_builtins
 
 from mtp_extract.architecture.config import Config
-from mtp_extract.checkpoint.checkpoint import Checkpoint, Format
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences, read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
+from mtp_extract.checkpoint.format import Format
 from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.stored import Stored

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
-from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint
+from mtp_extract.checkpoint.checkpoint import Checkpoint
+from mtp_extract.checkpoint.format import Plan
 from mtp_extract.checkpoint.record import of_bundle, provenance
 from mtp_extract.checkpoint.weight import Constant, constant_weight
 from mtp_extract.errors import SourceError, escape
@@ -92,7 +93,7 @@ def extract_drafter(
         with naming_file(opened.source.name):
             original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
-        arranged = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
+        planned = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
         # Before a byte is written; what is written is then compared with this checkpoint. Of what was rounded that is
         # done when its bytes are written: making all numbers once more would take as long as the proof.
         if proof is None and not drafter.not_proven:
@@ -100,10 +101,10 @@ def extract_drafter(
                 proof = prove_checkpoint(drafter, original)
         origin |= _evidence(drafter, proof)
         return write(
-            arranged,
+            planned,
             target,
             origin,
-            _notes(drafter, arranged),
+            _notes(drafter, planned),
             overwrite=overwrite,
             inputs=inputs,
             progress=progress,
@@ -163,7 +164,7 @@ def _stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
             yield role.role, QuantizedTensor.of(drafter.model, role.tensor)
 
 
-def _notes(drafter: Shard, arranged: Arranged) -> Iterator[str]:
+def _notes(drafter: Shard, planned: Plan) -> Iterator[str]:
     """What a user should know of the file."""
     yield from drafter.opened.remarks
     for role, constant in _stored_matrices(drafter):
@@ -177,5 +178,5 @@ def _notes(drafter: Shard, arranged: Arranged) -> Iterator[str]:
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
     if rounded := rounding_in_words(list_rounded(drafter.graph, drafter.walk)):
         # A format with static scales says by itself which of them it holds.
-        ends = "." if EVERY[arranged.format.name].activations else "; the checkpoint computes in floats."
+        ends = "." if EVERY[planned.layout].activations else "; the checkpoint computes in floats."
         yield rounded + ends

@@ -19,10 +19,11 @@ from mtp_extract._version import __version__
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, Format
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
+from mtp_extract.checkpoint.format import Format
 from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored

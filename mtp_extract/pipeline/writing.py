@@ -1,7 +1,7 @@
 """From a checkpoint to a directory with its record and its card: what extracting, converting and tuning share; and
 converting, which reads a directory.
 
-Arrange (what is kept of every weight), write into the stage, read back, require the same bits, then record and card.
+Plan (how every weight is stored), write into the stage, read back, require the same bits, then record and card.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 from mtp_extract._version import __version__
 from mtp_extract.architecture import shapes_of
-from mtp_extract.architecture.roles import CENTROIDS, MATRIX
-from mtp_extract.checkpoint.checkpoint import CODES, INDICES, Arranged, Checkpoint, arrange
-from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.architecture.roles import CENTROIDS, INDEX, MATRIX, Role
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.codes import add_codes, with_codes
 from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
+from mtp_extract.checkpoint.format import INDICES, Format, Plan, require_same
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import UnsupportedError, either
@@ -52,7 +53,7 @@ class ExtractionResult:
     notes: tuple[str, ...]
 
 
-def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
+def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
     """``checkpoint`` as the format called ``name`` will hold it, in the format's own type where ``plan`` names none.
 
     Raises:
@@ -65,22 +66,22 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Arranged:
             f"{checkpoint.architecture.name}. Choose another format.",
             remedies=("format",),
         )
-    arranged = arrange(format_named(name), checkpoint, plan.dtype or EVERY[name].dtypes[0], with_codes=plan.codes)
+    format_ = format_named(name)
+    dtype = plan.dtype or EVERY[name].dtypes[0]
     if plan.quantize is not None:
-        arranged = _quantized(arranged, plan.quantize)
-    # What the format cannot express is refused before a byte is written.
-    assert arranged.files
-    return arranged
+        checkpoint = _quantize(checkpoint, format_, dtype, plan.quantize)
+    planned = format_.plan(checkpoint, dtype)
+    return add_codes(planned) if plan.codes else planned
 
 
-def _quantized(arranged: Arranged, name: str) -> Arranged:
-    """``arranged`` with every matrix that has no codes rounded by the rule ``name``, where the format then keeps it as
-    codes.
+def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) -> Checkpoint:
+    """``checkpoint`` with every matrix that has no codes rounded by the rule ``name``, where the format then stores it
+    as codes.
 
     Roles that share a weight share its codes.
     """
-    layout = arranged.format.name
-    rules = EVERY[arranged.format.name].rules
+    layout = format_.name
+    rules = EVERY[layout].rules
     rule = RULES[name]
     if name not in rules:
         raise UnsupportedError(
@@ -88,28 +89,35 @@ def _quantized(arranged: Arranged, name: str) -> Arranged:
             + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
             remedies=("quantize",) if rules else ("format",),
         )
-    # Of an ordered head, rows of floats are read.
-    unrounded = ("lm_head", CENTROIDS) if any(stored_as.how == INDICES for stored_as in arranged.kept.values()) else ()
-    tensors, rounded = dict(arranged.checkpoint.tensors), dict[int, Weight]()
-    for role in shapes_of(arranged.checkpoint.config):
+    tensors = dict(checkpoint.tensors)
+    rounded = dict[int, Weight]()
+    for role in _rounded_roles(checkpoint, format_, dtype):
         weight = tensors.get(role.name)
-        if role.kind != MATRIX or role.name in unrounded or weight is None or weight.scheme or not rule.fits(weight):
+        if weight is None or weight.scheme or not rule.fits(weight):
             continue
-        new = rounded.setdefault(id(weight), rule.rounded(weight))
-        if arranged.format.keep(role, new, arranged.dtype).how == CODES:
-            tensors[role.name] = new
+        coded = rounded.setdefault(id(weight), rule.rounded(weight))
+        if format_.store(role, coded, dtype).how == CODES:
+            tensors[role.name] = coded
     if not any(weight.rule for weight in tensors.values()):
         raise UnsupportedError(
-            f"There is nothing to round by {name} for the {layout} format in {arranged.dtype}: each matrix has codes, "
+            f"There is nothing to round by {name} for the {layout} format in {dtype}: each matrix has codes, "
             "or the format holds none of this rule for it. Choose another rule or format, or leave it out.",
             remedies=("quantize", "format"),
         )
-    checkpoint = replace(arranged.checkpoint, tensors=MappingProxyType(tensors))
-    return arrange(arranged.format, checkpoint, arranged.dtype, with_codes=arranged.with_codes)
+    return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
+def _rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
+    """The matrices that a rule may round: of an ordered head that the format holds, rows of floats are read."""
+    roles = shapes_of(checkpoint.config)
+    indices = [role for role in roles if role.kind == INDEX]
+    has_ordered_head = any(format_.store(role, checkpoint.tensors[role.name], dtype).how == INDICES for role in indices)
+    unrounded = ("lm_head", CENTROIDS) if has_ordered_head else ()
+    return [role for role in roles if role.kind == MATRIX and role.name not in unrounded]
 
 
 def write(
-    arranged: Arranged,
+    planned: Plan,
     target: Path,
     origin: Mapping[str, Any],
     notes: Iterable[str] = (),
@@ -119,12 +127,12 @@ def write(
     progress: Progress = nothing_shown,
     compare_rounded: bool = True,
 ) -> ExtractionResult:
-    """Write the files of ``arranged`` into the directory ``target``, compare what is read there, and write the card
-    and the record.
+    """Write the files that are ``planned`` into the directory ``target``, compare what is read there, and write the
+    card and the record.
 
     Args:
         origin: what the record says of where the weights came from, of a proof and of a training.
-        notes: for the user, besides those on how weights are kept.
+        notes: for the user, besides those on how weights are stored.
         overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
         progress: called with bytes done and bytes in all.
         compare_rounded: whether floats that were rounded are compared, too, once more than as the bytes of their file.
@@ -132,40 +140,47 @@ def write(
     Raises:
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    rules, remarks = [weight.rule for weight in arranged.checkpoint.tensors.values() if weight.rule], list(notes)
+    config = planned.checkpoint.config
+    rules = [weight.rule for weight in planned.checkpoint.tensors.values() if weight.rule]
+    remarks = list(notes)
     if rules:
         remarks.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(progress, sum(tensor.length for file in arranged.files for tensor in file.tensors))
-        files = {file.name: write_file(stage, file, tick) for file in arranged.files}
-        back = arranged.format.read(stage)
-        arranged.require_same(back, rounded=compare_rounded)
-        if compare_rounded:
-            # Codes that are not those of the floats they lie beside are refused where they are read.
-            with_codes(stage, back.tensors)
+        tick = counter(progress, sum(tensor.length for file in planned.files for tensor in file.tensors))
+        files = {file.name: write_file(stage, file, tick) for file in planned.files}
+        _compare_written(planned, stage, compare_rounded)
         record = {
             "format_version": 5,
             "tool": {"name": "mtp-extract", "version": __version__},
             **origin,
-            "layout": arranged.format.name,
-            "dtype": arranged.dtype,
-            "rounded": arranged.rounded,
+            "layout": planned.layout,
+            "dtype": planned.dtype,
+            "rounded": planned.rounded,
             "rule": rules[0] if rules else None,
-            "geometry": arranged.checkpoint.config.as_json(),
+            "geometry": config.as_json(),
             "files": files,
         }
         # The card is made of the record, which lists it.
-        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, limits=arranged.files[0].notes)))
+        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
         read_record(stage)
         return ExtractionResult(
             directory=target,
             files={name: (stage / name).stat().st_size for name in files_in(stage)},
             record=record,
-            parameters=sum(map(math.prod, shapes_of(arranged.checkpoint.config).values())),
-            integers=len({t.role for t in arranged.files[0].tensors if t.role and arranged.kept[t.role].how == CODES}),
-            notes=(*remarks, *arranged.notes(), *arranged.files[0].notes),
+            parameters=sum(map(math.prod, shapes_of(config).values())),
+            integers=sum(stored_as.how == CODES for stored_as in planned.stored.values()),
+            notes=(*remarks, *planned.notes, *planned.limits),
         )
+
+
+def _compare_written(planned: Plan, stage: Path, compare_rounded: bool) -> None:
+    """Read what lies in ``stage`` and compare it with what was ``planned``; CheckpointError where it differs."""
+    back = format_named(planned.layout).read(stage)
+    require_same(planned, back, rounded=compare_rounded)
+    if compare_rounded:
+        # Codes that are not those of the floats they lie beside are refused where they are read.
+        with_codes(stage, back.tensors)
 
 
 def convert_checkpoint(
@@ -183,22 +198,20 @@ def convert_checkpoint(
     to: dict[str, Any] = {"overwrite": overwrite, "inputs": (place,)}
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
-    arranged = prepare(read.checkpoint, chosen, plan)
+    planned = prepare(read.checkpoint, chosen, plan)
     before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
-    lost = ", ".join(word for word in before if word not in arranged.rounded)
+    lost = ", ".join(word for word in before if word not in planned.rounded)
     note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
     notes = [*read.checkpoint.notes, *([note] if lost else [])]
-    return write(arranged, target, origin_of(read, arranged), notes, **to, progress=progress)
+    return write(planned, target, origin_of(read, planned), notes, **to, progress=progress)
 
 
-def origin_of(read: ReadDirectory, arranged: Arranged) -> dict[str, Any]:
-    """What a record of ``arranged``, made of what was ``read``, says of its origin, of a proof and of training.
-
-    Of an ordered head that ``arranged`` leaves out it says nothing.
-    """
+def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
+    """What the record says of the origin, a proof and a training of what is ``planned``, which was made of what was
+    ``read``; nothing of an ordered head that is left out."""
     record = read.record
     carried_over = ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
-    if any(stored_as.how == INDICES for stored_as in arranged.kept.values()):
+    if planned.has(INDICES):
         carried_over.append("ordered_head")
     step = {
         "layout": read.layout,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.eagle3 import EAGLE3, FUSED, Eagle3Config
 from mtp_extract.architecture.roles import INDEX, NORM, Role
-from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.formats import format_named
@@ -101,7 +101,7 @@ def new_head(pair: Pair, texts: Sequence[Text]) -> None:
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
         head = head_of(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
-        files = arrange(format_named(EAGLE3), head, head.dtype).files
+        files = format_named(EAGLE3).plan(head, head.dtype).files
         # What an earlier training left there is replaced.
         with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
             for file in files:

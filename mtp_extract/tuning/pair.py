@@ -14,7 +14,8 @@ from xxhash import xxh3_128
 
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX
-from mtp_extract.checkpoint.checkpoint import CODES, NOTHING, Arranged, Checkpoint
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
+from mtp_extract.checkpoint.format import NOTHING, Plan
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
@@ -101,7 +102,7 @@ def require_codes(origin: ReadDirectory, idle: Sequence[str] = ()) -> None:
             )
 
 
-def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
+def planned_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
     """``checkpoint`` in the format, type and with the codes of ``origin``; UnsupportedError where it has no room."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
@@ -112,7 +113,7 @@ def arranged(origin: ReadDirectory, checkpoint: Checkpoint) -> Arranged:
 
 def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
-    stored = arranged(origin, checkpoint).kept
+    stored = planned_like(origin, checkpoint).stored
     rounded = {
         role: weight.written for role, weight in stored.items() if weight.rounded_to and role in checkpoint.tensors
     }
@@ -122,7 +123,7 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
 def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     """Raise UnsupportedError where the format of ``origin`` has no room for what ``mode`` makes, which ``like`` has."""
     try:
-        stored = arranged(origin, like).kept.values()
+        stored = planned_like(origin, like).stored.values()
         why = next((f"{weight.why}." for weight in stored if weight.how == NOTHING), None)
     except UnsupportedError as error:
         why = str(error)
@@ -142,8 +143,8 @@ def write_made(
     Raises:
         OutputError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    arrangement = arranged(origin, checkpoint)
+    planned = planned_like(origin, checkpoint)
     made_from = "tuned_from" if key == "tuning" else "made_from"
     # The origin's proof holds for other weights, or another head.
-    record = {**origin_of(origin, arrangement), "proof": None, key: {**about, made_from: origin.sums}}
-    write(arrangement, plan.target, record, overwrite=plan.overwrite, inputs=plan.inputs)
+    record = {**origin_of(origin, planned), "proof": None, key: {**about, made_from: origin.sums}}
+    write(planned, plan.target, record, overwrite=plan.overwrite, inputs=plan.inputs)

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, read_header, write_file
 from mtp_extract.checkpoint.stored import StoredTensor
@@ -140,4 +139,4 @@ def test_a_weight_that_is_missing_is_not_made_up(sample: Path, role: str) -> Non
         checkpoint = checkpoint_of(opened.drafter())
     rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != role}
     with pytest.raises(CheckpointError, match=f"{role}: expected a weight"):
-        arrange(format_named("transformers"), replace(checkpoint, tensors=rest), "f32")
+        format_named("transformers").plan(replace(checkpoint, tensors=rest), "f32")

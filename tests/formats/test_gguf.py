@@ -20,7 +20,7 @@ from mtp_extract import extract
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.architecture.roles import roles_of
-from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint, arrange
+from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
 from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
 from mtp_extract.checkpoint.gguf_file import read_gguf
@@ -112,7 +112,7 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Wei
     ],
 )
 def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
-    found = format_named("gguf").keep(roles_of(1)[0], tensor, CODES)
+    found = format_named("gguf").store(roles_of(1)[0], tensor, CODES)
     if isinstance(expected, tuple):
         assert (found.how, found.rounded_to) == (CODES, *(expected or ("",)))
         sizes = row_codes(found.weight).steps.size
@@ -153,7 +153,7 @@ def checkpoint(shape: DrafterConfig) -> Checkpoint:
 
 
 def write(folder: Path, shape: DrafterConfig, **more: Any) -> OutputFile:
-    (file,) = arrange(format_named("gguf"), checkpoint(shape), "f32").files
+    (file,) = format_named("gguf").plan(checkpoint(shape), "f32").files
     write_file(folder, replace(file, metadata={**file.metadata, **more}))
     return file
 
@@ -176,7 +176,7 @@ def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> Non
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        assert arrange(format_named("gguf"), checkpoint(shape), "f32").files
+        assert format_named("gguf").plan(checkpoint(shape), "f32").files
 
 
 ARCH = "gemma4-assistant"
@@ -204,7 +204,7 @@ def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: st
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
     """Without any key of ours, in FP16, as llama.cpp's converter writes the same drafter; but no other tensor."""
-    (file,) = arrange(format_named("gguf"), checkpoint(config()), "f16").files
+    (file,) = format_named("gguf").plan(checkpoint(config()), "f16").files
     known = {key: value for key, value in file.metadata.items() if "mtp_extract" not in key and "vocab_size" not in key}
     theirs = replace(file, metadata={**known, "tokenizer.ggml.tokens": ["x"] * 512})
     more = replace(file.tensors[0], name="blk.0.attn_k.weight")
@@ -334,10 +334,10 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     """llama.cpp computes the dense head, which is in the file as well; its own converter leaves the other out too."""
     shape = config(ordered_head=OrderedHeadConfig(32, 4))
     gguf = format_named("gguf")
-    arranged = arrange(gguf, checkpoint(shape), "f32")
-    left = {role for role, kept in arranged.kept.items() if kept.how == "nothing"}
+    arranged = gguf.plan(checkpoint(shape), "f32")
+    left = {role for role, kept in arranged.stored.items() if kept.how == "nothing"}
     assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}
-    (note,) = arranged.notes()
+    (note,) = arranged.notes
     assert "Left out: ordered_head.centroids, ordered_head.token_ordering, because llama.cpp" in note
     write(tmp_path, shape)
     assert gguf.read(tmp_path).config == config()

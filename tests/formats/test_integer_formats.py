@@ -23,7 +23,7 @@ from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.checkpoint import Checkpoint, arrange
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import with_codes
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.checkpoint.stored import Stored
@@ -71,7 +71,7 @@ def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool
 def written(format_: str, checkpoint: Checkpoint, directory: Path) -> Checkpoint:
     """What is read of a checkpoint that was written."""
     directory.mkdir(exist_ok=True)
-    for file in arrange(format_named(format_), checkpoint, "codes").files:
+    for file in format_named(format_).plan(checkpoint, "codes").files:
         write_file(directory, file)
     return read_checkpoint(directory)
 
@@ -171,7 +171,7 @@ def test_blocks_of_every_size(checkpoint: Checkpoint, tmp_path: Path, format_: s
         "post_projection": random_codes((256, 64), bits, 64, per_tensor=True),
     }
     made = changed(checkpoint, {"backbone_hidden_size": 256}, **new)
-    how = arrange(format_named(format_), made, "codes").kept["pre_projection"].how
+    how = format_named(format_).plan(made, "codes").stored["pre_projection"].how
     found = written(format_, made, tmp_path)
     assert (how == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
     if how == "codes":
@@ -208,7 +208,7 @@ def test_static_scales_that_are_not_around_zero(checkpoint: Checkpoint) -> None:
     odd, plain, wide = Activation("int8", 0.5, 3), Activation("int8", 0.25, 0), Activation("int16", 0.5, 0)
     pairs = {"pre_projection": (odd, plain), "post_projection": (plain, plain)}
     weights, other = (
-        arrange(format_named("gemma"), replace(checkpoint, activations=one), "codes").files[0]
+        format_named("gemma").plan(replace(checkpoint, activations=one), "codes").files[0]
         for one in (pairs, {"lm_head": (wide, None)})
     )
     assert len(weights.notes) == 2 and "Activations of pre_projection are not rounded" in weights.notes[1]
@@ -222,7 +222,7 @@ def test_static_scales_that_are_not_around_zero(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("format_", PACKED)
 def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
     with pytest.raises(UnsupportedError, match=f"The {format_} format needs matrices of integers"):
-        assert arrange(format_named(format_), read_checkpoint(extracted), "codes").files
+        assert format_named(format_).plan(read_checkpoint(extracted), "codes").files
 
 
 @pytest.mark.parametrize("format_", PACKED)
@@ -239,7 +239,7 @@ def test_an_ordered_head_of_floats_is_kept(
     coded = changed(checkpoint, {"ordered_head": head}, **new)
     if format_ != "compressed-tensors-sglang":
         with pytest.raises(UnsupportedError, match="lm_head: an ordered head picks rows of floats"):
-            assert arrange(format_named(format_), coded, "codes").files
+            assert format_named(format_).plan(coded, "codes").files
     made = changed(coded, lm_head=read_checkpoint(extracted).tensors["lm_head"])
     found = written(format_, made, tmp_path / "out")
     assert found.config.ordered_head == head

@@ -211,12 +211,11 @@ def test_a_drafter_for_another_program_is_called_so(sample: Path, tmp_path: Path
 
 def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizationType) -> None:
     """The sample's drafter, written by gguf-py, with the matrices of one kind in ``kind``."""
-    from mtp_extract.checkpoint.checkpoint import arrange
     from mtp_extract.formats import format_named
 
     extract(sample, folder / "d")
     checkpoint = read_checkpoint(folder / "d")
-    (file,) = arrange(format_named("gguf"), checkpoint, "f32").files
+    (file,) = format_named("gguf").plan(checkpoint, "f32").files
     writer = GGUFWriter(folder / "x.gguf", arch)
     for key, value in file.metadata.items():
         if key == "general.architecture" or key.startswith("mtp_extract."):

@@ -7,7 +7,7 @@ format, and a row for each of the two tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.roles import MATRIX, NORM, Role, Shapes, with_shapes
-from mtp_extract.checkpoint.checkpoint import Arranged, Checkpoint, Kept, keep_floats
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import OutputFile, json_text
+from mtp_extract.checkpoint.format import Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.stored import Stored, common_dtype
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.drafter.network import DrafterNetwork, RMSNorm
@@ -107,15 +108,18 @@ class BigramFormat:
     weights_file = "model.safetensors"
     further_files: tuple[str, ...] = ()
 
-    def keep(self, role: Role, weight: Weight, dtype: str) -> Kept:
-        return keep_floats(weight, dtype)
+    def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
+        return store_floats(weight, dtype)
 
-    def files(self, arranged: Arranged) -> Sequence[OutputFile]:
-        config = arranged.checkpoint.config
+    def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
+        config = checkpoint.config
         assert isinstance(config, BigramConfig)
-        tensors = tuple(arranged.kept[role.name].tensor(role.names[NAME], role) for role in shapes_of(config))
-        document = self.document(config, DTYPES[arranged.dtype].transformers)
-        return [OutputFile(self.weights_file, tensors), OutputFile(self.marker, text=json_text(document))]
+        stored = store_all(self.store, checkpoint, dtype)
+        roles = {role.names[NAME]: role.name for role in shapes_of(config)}
+        tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
+        document = self.document(config, DTYPES[dtype].transformers)
+        files = OutputFile(self.weights_file, tensors), OutputFile(self.marker, text=json_text(document))
+        return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def document(self, config: BigramConfig, dtype: str) -> dict[str, Any]:
         return {"model_type": NAME, **config.as_json(), "dtype": dtype}

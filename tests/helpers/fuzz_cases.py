@@ -27,7 +27,6 @@ from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import extract
-from mtp_extract.checkpoint.checkpoint import arrange
 
 SPECS = (DrafterSpec(), DrafterSpec(windows=(4, None)))
 WRITTEN = 25
@@ -203,7 +202,7 @@ class Planned:
 
     @classmethod
     def of(cls, drafter: Shard) -> Planned:
-        made = arrange(format_named("transformers"), checkpoint_of(drafter), "f32")
+        made = format_named("transformers").plan(checkpoint_of(drafter), "f32")
         values = {role: kept.weight.array() for role, kept in made.kept.items()}
         tensors = {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
         return cls(values, tensors, json.loads(made.files[1].text)["text_config"])

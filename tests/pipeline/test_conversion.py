@@ -16,7 +16,9 @@ from seam import verify, verify_against
 
 from mtp_extract import convert, extract
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
+from mtp_extract.checkpoint.format import Plan
 from mtp_extract.checkpoint.weight import constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import FORMATS, read_checkpoint
@@ -185,14 +187,15 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 
     from mtp_extract.formats import litert
 
-    right = litert.FORMAT.__class__.files
+    right = litert.FORMAT.__class__.plan
 
-    def wrong(self: Any, arranged: Any) -> Any:
+    def wrong(self: Any, checkpoint: Checkpoint, dtype: str) -> Plan:
         role = "layers.1.q_norm"
-        other = replace(arranged.kept[role], weight=constant_weight(arranged.kept[role].weight.shape))
-        return right(self, replace(arranged, kept={**arranged.kept, role: other}))
+        ones = constant_weight(checkpoint.tensors[role].shape)
+        other = replace(checkpoint, tensors={**checkpoint.tensors, role: ones})
+        return replace(right(self, checkpoint, dtype), files=right(self, other, dtype).files)
 
-    monkeypatch.setattr(litert.FORMAT.__class__, "files", wrong)
+    monkeypatch.setattr(litert.FORMAT.__class__, "plan", wrong)
     with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other floats"):
         convert(bf16, tmp_path / "out", format="litert")
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,6 @@ from helpers.record_document import TUNING, forge
 
 from mtp_extract import convert, extract, insert
 from mtp_extract.bundle import Shard, open_bundle
-from mtp_extract.checkpoint.checkpoint import arrange
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.errors import CheckpointError, MtpExtractError
 from mtp_extract.formats import FORMATS, format_named, read_checkpoint
@@ -247,7 +246,7 @@ def test_no_other_value_of_a_configuration_is_proven(
 
 def test_no_other_key_of_a_gguf_is_proven(source: Shard, tmp_path: Path) -> None:
     original = checkpoint_of(source)
-    (file,) = arrange(format_named("gguf"), original, "codes").files
+    (file,) = format_named("gguf").plan(original, "codes").files
     for key, value in GGUF_KEYS.items():
         metadata = {**file.metadata, key: value}
         if value is None:
