@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.documents import parse_json, refused
+from mtp_extract.checkpoint.documents import naming_damage, parse_json
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.format import FLOATS, Plan
 from mtp_extract.checkpoint.rounding import round_weight
@@ -83,7 +83,7 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
         return weights
     stored, metadata = read_safetensors(path)
     tensors = dict(weights)
-    with refused(path, "not the codes of its matrices, or damaged: {}"):
+    with naming_damage(path, "not the codes of its matrices, or damaged: {}"):
         for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():
             # Roles that are one stored tensor have one set of codes.
             floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}

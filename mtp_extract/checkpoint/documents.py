@@ -92,7 +92,7 @@ class Difference:
 
 
 @contextmanager
-def refused(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
+def naming_damage(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
     """Around reading the file at ``path``: what opening or parsing it raises is a CheckpointError that names it.
 
     Args:
@@ -135,7 +135,7 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     Raises:
         CheckpointError: it cannot be read, is too large, or holds something else.
     """
-    with refused(path, "not valid JSON ({})", advice):
+    with naming_damage(path, "not valid JSON ({})", advice):
         content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
     if not isinstance(content, dict):
         raise CheckpointError(f"{escape(path)}: expected a JSON object, found a {type(content).__name__}. {advice}")

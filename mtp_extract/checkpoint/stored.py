@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.documents import refused
+from mtp_extract.checkpoint.documents import naming_damage
 from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, FLOAT_NAMES, Bytes, Dtype
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, rows_of
 from mtp_extract.errors import CheckpointError
@@ -179,7 +179,7 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     shape = last - first, row
     rows = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
     rest, offset = rows.reshape(-1).data, stored.offset + first * row
-    with refused(path, "{}"), open_regular(path) as file:
+    with naming_damage(path, "{}"), open_regular(path) as file:
         while rest:
             if not (done := os.preadv(file.fileno(), [rest], offset)):
                 raise ValueError("the file shrank while it was being read")

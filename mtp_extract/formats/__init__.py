@@ -56,13 +56,13 @@ _POSITIVE = ("q8_0", "int8", "int4")
 
 EVERY: dict[str, FormatInfo] = {
     "transformers": FormatInfo(
-        "mtp_extract.formats.directory:FORMAT",
+        "mtp_extract.formats.directory:TRANSFORMERS_LAYOUT",
         _FLOATS,
         "floats, for every engine but llama.cpp",
         "transformers",
         is_config=lambda config: True,  # also of a method of quantization that no format here has
     ),
-    "litert": FormatInfo("mtp_extract.formats.litert:FORMAT", ("f32",), "one F32 tensor per stored constant"),
+    "litert": FormatInfo("mtp_extract.formats.litert:LITERT_LAYOUT", ("f32",), "one F32 tensor per stored constant"),
     "mlx": FormatInfo(
         "mtp_extract.formats.integers:MLX",
         _CODES,
@@ -80,7 +80,7 @@ EVERY: dict[str, FormatInfo] = {
         is_config=_quantized_by("compressed-tensors"),
     ),
     "compressed-tensors-sglang": FormatInfo(
-        "mtp_extract.formats.integers:SGLANG",
+        "mtp_extract.formats.integers:COMPRESSED_FOR_SGLANG",
         _CODES,
         "the same with a head of floats, for SGLang",
         "transformers",
@@ -88,7 +88,7 @@ EVERY: dict[str, FormatInfo] = {
         read_as="compressed-tensors",
     ),
     "gguf": FormatInfo(
-        "mtp_extract.formats.gguf:FORMAT",
+        "mtp_extract.formats.gguf:GGUF",
         ("codes", "f32", "bf16", "f16"),
         "one file for llama.cpp, with the stored integers",
         "gguf",

@@ -128,12 +128,7 @@ class DirectoryFormat:
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
         stored = store_all(self.store, checkpoint, dtype)
         config = checkpoint.mtp
-        packed = self._packed_as_stored(stored)
-        if config.ordered_head is not None and HEAD in packed:
-            raise UnsupportedError(
-                f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
-                "integers. Leave lm_head in floats."
-            )
+        packed = self._packed_as_stored(config, stored)
         tensors: list[PlannedTensor] = []
         roles = dict[str, str]()
         for role, name in self._names(config, packed).items():
@@ -144,21 +139,22 @@ class DirectoryFormat:
             else:
                 roles[name] = role.name
                 tensors.append(stored[role.name].tensor(name))
-        metadata = {"format": self.header, "mtp_extract": __version__}
-        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
-        document = self._document(config, packed, DTYPES["f32" if self.key else dtype].transformers)
-        files = (
-            OutputFile(self.weights_file, tuple(tensors), metadata=metadata, notes=notes),
-            OutputFile(self.marker, text=json_text(document)),
-            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
+        weights = OutputFile(
+            self.weights_file,
+            tuple(tensors),
+            metadata={"format": self.header, "mtp_extract": __version__},
+            notes=tuple(_notes(checkpoint, packed)) if self.static else (),
         )
+        document = self._document(config, packed, DTYPES["f32" if self.key else dtype].transformers)
+        texts = {self.marker: document, GENERATION_FILE: GENERATION}
+        files = (weights, *(OutputFile(name, text=json_text(text)) for name, text in texts.items()))
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
-    def _packed_as_stored(self, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
+    def _packed_as_stored(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
         """How each matrix is packed whose codes are stored, by role.
 
         Raises:
-            UnsupportedError: there is none, in a format of integers.
+            UnsupportedError: there is none, in a format of integers; or the head is one that an ordered head reads.
         """
         packed = {
             role: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
@@ -170,6 +166,11 @@ class DirectoryFormat:
                 f"The {self.name} format needs matrices of integers, and this drafter has none of its kind. Round its "
                 "floats here, or choose the transformers format, which its engines load too.",
                 remedies=("quantize", "format=transformers"),
+            )
+        if config.ordered_head is not None and HEAD in packed:
+            raise UnsupportedError(
+                f"lm_head: an ordered head picks rows of floats from it, and the {self.name} format would hold "
+                "integers. Leave lm_head in floats."
             )
         return packed
 
@@ -203,7 +204,7 @@ class DirectoryFormat:
         return {
             suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,)),
             **{
-                name: (tensor.shape, reading.FLOATS if self.offsets and tensor.dtype == "F32" else (tensor.dtype,))
+                name: (tensor.shape, reading.FLOAT_TYPES if self.offsets and tensor.dtype == "F32" else (tensor.dtype,))
                 for name, tensor in planned.items()
             },
         }
@@ -225,12 +226,14 @@ class DirectoryFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
-        document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
+        document = read_object(path)
+        stored = reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
             config = parse_config(document)
             packed = self._packed(config, stored)
             written = self._document(config, packed, "")
-        names, expected = self._names(config, packed), self._expected(config, packed)
+        names = self._names(config, packed)
+        expected = self._expected(config, packed)
         # What a quantization is called says more than the tensors that are not as expected; codes say more than names.
         if packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
@@ -238,6 +241,17 @@ class DirectoryFormat:
         unread += reading.unread_index(directory, self.weights_file, stored)
         if not packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
+
+        tensors, activations = self._read_tensors(names, packed, stored)
+        dtype = "f32" if self.key else common_dtype(tensors.values())
+        return Checkpoint(
+            config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations), unread=unread
+        )
+
+    def _read_tensors(
+        self, names: Mapping[Role, str], packed: Mapping[str, Packed], stored: reading.Tensors
+    ) -> tuple[dict[str, Weight], dict[str, Activations]]:
+        """By role: its weight, and the static quantization beside a packed matrix that has any."""
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
         for role, name in names.items():
@@ -246,14 +260,7 @@ class DirectoryFormat:
                 activations |= {role.name: pair} if any(pair) else {}
             else:
                 tensors[role.name] = Stored(*stored[name], name)
-        dtype = "f32" if self.key else common_dtype(tensors.values())
-        return Checkpoint(
-            config,
-            MappingProxyType(tensors),
-            dtype,
-            activations=MappingProxyType(activations),
-            unread=unread,
-        )
+        return tensors, activations
 
     def _packed(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, Packed]:
         """How each matrix that is packed is, by role."""
@@ -287,7 +294,7 @@ class DirectoryFormat:
             if how := packed.get(role.name):
                 expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
             else:
-                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOATS
+                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_TYPES
         return expected
 
     def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
@@ -312,33 +319,31 @@ class DirectoryFormat:
         first, *others = self._parts(how)
         path, codes = stored[module + first]
         arrays = {name: _array(*stored[module + name]) for name in others}
-
-        def require(sound: bool, what: str) -> None:
-            if not sound:
-                raise CheckpointError(f"{escape(path)}: {escape(module)}: expected {what}. Extract the drafter anew.")
+        scales = arrays[others[0]]
+        place = f"{escape(path)}: {escape(module)}"
 
         def rows(first: int, last: int) -> Rows:
             some = read_rows(path, codes, first, last)
             return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
 
-        scales = arrays[others[0]]
         if self.offsets and not np.array_equal(arrays[self.offsets], self.arrays(how, scales)[self.offsets]):
-            require(
-                all(np.isfinite(array).all() for array in arrays.values()), "finite scales and biases, found others"
-            )
+            is_finite = all(np.isfinite(array).all() for array in arrays.values())
+            _require(is_finite, place, "finite scales and biases, found others")
             return self._affine(how, rows, scales, arrays[self.offsets]), (None, None)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
-        require(bool(sound.all()), "scales that are finite and not negative, found others")
-        for name, made in self.arrays(how, scales).items():
-            require(np.array_equal(arrays[name], made), f"{name[1:]} as its shape and scales make it, found others")
-        static: list[Activation | None] = []
-        for scale in (float(arrays[name]) for name in self.static):
-            require(0 <= scale < np.inf, f"a scale of activations that is finite and not negative, found {scale}")
-            static.append(Activation("int8", scale, 0) if scale else None)
+        self._check_arrays(place, how, scales, arrays)
+        static = [_static_activation(place, float(arrays[name])) for name in self.static]
         steps = Steps.around_zero(how.group, scales).by_row()
         weight = Weight(how.shape, rows, Packing(how.bits, True), steps, origin=(path, codes.offset))
         return weight, (static[0], static[1]) if static else (None, None)
+
+    def _check_arrays(self, place: str, how: Packed, scales: Floats, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise CheckpointError where the scales at ``place`` are damaged, or what is made of them is not so made."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
+        _require(bool(sound.all()), place, "scales that are finite and not negative, found others")
+        for name, expected in self.arrays(how, scales).items():
+            is_same = np.array_equal(arrays[name], expected)
+            _require(is_same, place, f"{name[1:]} as its shape and scales make it, found others")
 
     @staticmethod
     def _affine(how: Packed, rows: Callable[[int, int], Rows], scales: Floats, offsets: Floats) -> Weight:
@@ -356,13 +361,24 @@ class DirectoryFormat:
         return Weight(how.shape, floats)
 
 
-FORMAT = DirectoryFormat("transformers")
+TRANSFORMERS_LAYOUT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
+
+
+def _require(sound: bool, place: str, what: str) -> None:
+    if not sound:
+        raise CheckpointError(f"{place}: expected {what}. Extract the drafter anew.")
+
+
+def _static_activation(place: str, scale: float) -> Activation | None:
+    """The quantization by a stored ``scale``; None where that is 0, which stands for none."""
+    _require(0 <= scale < np.inf, place, f"a scale of activations that is finite and not negative, found {scale}")
+    return Activation("int8", scale, 0) if scale else None
 
 
 def _array(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
     """All of a small tensor, in float32 where it is of floats."""
-    is_narrow = tensor.dtype in reading.FLOATS and tensor.dtype != "F32"
+    is_narrow = tensor.dtype in reading.FLOAT_TYPES and tensor.dtype != "F32"
     return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
 
 

@@ -15,7 +15,7 @@ which loads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -61,7 +61,8 @@ _FLAGS = ("draft_vocab_size", "target_hidden_size", *_NORMS)
 VLLM = "vLLM 0.33.0"
 SGLANG = "SGLang 0.5.23"
 LLAMA_CPP = "llama.cpp 0c1e570"
-MLX = "mlx-vlm 0.7.10"
+MLX_VLM = "mlx-vlm 0.7.10"
+_FED_BACK = "norm_output is true, and it feeds back the state before the norm"
 _DEFAULT_IDS = "2, n // 2 and n − 3 of a base of n layers"
 
 
@@ -73,6 +74,8 @@ class HeadFormat:
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]  # of a head whose weights have this transformers dtype
     # What a parsed configuration says, all keys that are read at the top level; CheckpointError where one is missing.
     flat: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    # What engines make of a head, by its config.json: an engine, and why it takes the head for another.
+    list_findings: Callable[[Mapping[str, Any], Eagle3Config], Iterator[tuple[str, str]]]
     marker: str = "config.json"
     weights_file: str = WEIGHTS_FILE
     further_files: tuple[str, ...] = ()
@@ -106,20 +109,17 @@ class HeadFormat:
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
-        document, stored = read_object(path), reading.read_weights(directory, self.weights_file)
+        document = read_object(path)
+        stored = reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
             config = _config(self.flat(document), own_embedding=_EMBED in stored)
         written = self.document(config, "")
         unread = compare_document(path, document, written, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
         unread += reading.unread_index(directory, self.weights_file, stored)
-        names = {role: role.names[self.name] for role in shapes_of(config)}
-        types = {role: ("I64",) if role.kind == INDEX else reading.FLOATS for role in names}
-        # A map of all tokens to themselves says nothing.
-        more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
-        expected = {names[role]: (shape, types[role]) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(directory / self.weights_file, expected, stored, more)
-        _check_vocabulary(directory / self.weights_file, config, stored)
-        tensors: dict[str, Weight] = {role.name: Stored(*stored[name], name) for role, name in names.items()}
+        self._check_tensors(directory / self.weights_file, config, stored)
+        tensors: dict[str, Weight] = {
+            role.name: Stored(*stored[role.names[self.name]], role.names[self.name]) for role in shapes_of(config)
+        }
         return Checkpoint(
             config,
             MappingProxyType(tensors),
@@ -128,35 +128,52 @@ class HeadFormat:
             findings=self.findings(document, config),
         )
 
+    def _check_tensors(self, path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
+        """Raise CheckpointError where the tensors are not those of ``config``, or its vocabularies contradict it."""
+        expected = {
+            role.names[self.name]: (shape, ("I64",) if role.kind == INDEX else reading.FLOAT_TYPES)
+            for role, shape in shapes_of(config).items()
+        }
+        # A map of all tokens to themselves says nothing.
+        more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
+        reading.check_tensors(path, expected, stored, more)
+        _check_vocabulary(path, config, stored)
+
     def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
-        flat, entries = self.name == "eagle3", list[tuple[str, str]]()
-        if flat and not document.get(_IDS):
-            what = f"{_IDS} is not at the top level, and it takes"
-            entries.append(
-                (VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there")
-            )
-            entries.append((LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"))
-        if flat and not (document.get("eagle_config") or {}).get(_IDS):
-            entries.append((SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"))
-        if flat and config.norm_before_residual:
-            entries.append((SGLANG, "norm_before_residual is true, and it begins the residual before the norm"))
-        if flat and document.get("draft_vocab_size", 0) is None:
-            entries.append((SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"))
-        if flat and config.hidden_size == FUSED * config.backbone_hidden_size:
-            entries.append((SGLANG, f"it leaves fc out of a head as wide as {FUSED} states of the base"))
-        if flat and config.own_embedding and config.hidden_size == config.backbone_hidden_size:
-            entries.append((SGLANG, "it takes the base's embeddings for embed_tokens.weight; leave those out"))
-        if config.norm_output:
-            engines = (LLAMA_CPP,) if flat else (LLAMA_CPP, MLX)
-            entries += [(name, "norm_output is true, and it feeds back the state before the norm") for name in engines]
-        if not flat and 0 in config.base_layers:
-            entries.append((MLX, "it reads what leaves layer 0 for what enters it"))
-        if not flat and config.reduced:
-            entries.append(
-                (MLX, "it takes the best token of the head's vocabulary for the base's best: the text changes")
-            )
+        entries = self.list_findings(document, config)
         return tuple(Finding(engine, what, engine in (VLLM, SGLANG)) for engine, what in entries)
+
+
+def _findings_of_eagle3(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
+    """Of SpecForge's layout: the engine, and why it takes the head for another."""
+    if not document.get(_IDS):
+        what = f"{_IDS} is not at the top level, and it takes"
+        yield VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there"
+        yield LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"
+    if not (document.get("eagle_config") or {}).get(_IDS):
+        yield SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"
+    if config.norm_before_residual:
+        yield SGLANG, "norm_before_residual is true, and it begins the residual before the norm"
+    if document.get("draft_vocab_size", 0) is None:
+        yield SGLANG, "draft_vocab_size is null, for which it takes the base's LM head, not this one"
+    if config.hidden_size == FUSED * config.backbone_hidden_size:
+        yield SGLANG, f"it leaves fc out of a head as wide as {FUSED} states of the base"
+    if config.own_embedding and config.hidden_size == config.backbone_hidden_size:
+        yield SGLANG, "it takes the base's embeddings for embed_tokens.weight; leave those out"
+    if config.norm_output:
+        yield LLAMA_CPP, _FED_BACK
+
+
+def _findings_of_speculators(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
+    """The same of the speculators library's layout."""
+    if config.norm_output:
+        yield LLAMA_CPP, _FED_BACK
+        yield MLX_VLM, _FED_BACK
+    if 0 in config.base_layers:
+        yield MLX_VLM, "it reads what leaves layer 0 for what enters it"
+    if config.reduced:
+        yield MLX_VLM, "it takes the best token of the head's vocabulary for the base's best: the text changes"
 
 
 def _llama_document(config: Eagle3Config) -> dict[str, Any]:
@@ -267,6 +284,25 @@ class _Flat(Struct):
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
 
+    def base_layers(self) -> tuple[int, ...]:
+        """The layers whose incoming states are read; CheckpointError where neither key says them."""
+        leaving = (self.eagle_config and self.eagle_config.eagle_aux_hidden_state_layer_ids) or []
+        layers = self.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
+        if not layers:
+            raise CheckpointError(
+                f"expected {_IDS}, found none; engines take {_DEFAULT_IDS}: write those that the head was trained with"
+            )
+        return tuple(layers)
+
+    def theta(self) -> float:
+        """Base of the frequencies, in whichever form it stands; CheckpointError where it is missing."""
+        theta = self.rope_parameters.rope_theta if self.rope_parameters else self.rope_theta
+        if theta is None:
+            raise CheckpointError(
+                "expected rope_theta, found none, for which engines take 10000. Write what the head was trained with."
+            )
+        return theta
+
 
 def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
     """What a ``speculators`` configuration says, as the other layout has it."""
@@ -288,29 +324,18 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         DrafterError: a shape that no head has.
     """
     fields = reading.fields_of(flat, _Flat)
-    eagle, base = fields.eagle_config or _Eagle(), flat.get(_BASE)
-    leaving = eagle.eagle_aux_hidden_state_layer_ids or []
-    layers = fields.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
-    if not layers:
-        raise CheckpointError(
-            f"expected {_IDS}, found none; engines take {_DEFAULT_IDS}: write those that the head was trained with"
-        )
-    theta = fields.rope_parameters.rope_theta if fields.rope_parameters else fields.rope_theta
-    if theta is None:
-        raise CheckpointError(
-            "expected rope_theta, found none, for which engines take 10000. Write what the head was trained with."
-        )
+    base = flat.get(_BASE)
     flags = {name: bool(getattr(fields, name)) for name in _NORMS}
-    if eagle.norm_before_fc is not None:
-        flags["norm_before_fc"] = eagle.norm_before_fc
+    if fields.eagle_config and fields.eagle_config.norm_before_fc is not None:
+        flags["norm_before_fc"] = fields.eagle_config.norm_before_fc
     return Eagle3Config(
         backbone_hidden_size=fields.target_hidden_size or fields.hidden_size,
         draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
         num_heads=fields.num_attention_heads,
         num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
         head_dim=fields.head_dim or max(fields.hidden_size // fields.num_attention_heads, 1),
-        base_layers=tuple(layers),
-        rope_theta=theta,
+        base_layers=fields.base_layers(),
+        rope_theta=fields.theta(),
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
@@ -342,9 +367,9 @@ _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """What the Llama configuration and the keys beside it may say otherwise than they are written here."""
 
-EAGLE = HeadFormat("eagle3", _eagle3_document, dict)
+EAGLE = HeadFormat("eagle3", _eagle3_document, dict, _findings_of_eagle3)
 
-SPECULATORS = HeadFormat("speculators", _speculators_document, _flat_speculators)
+SPECULATORS = HeadFormat("speculators", _speculators_document, _flat_speculators, _findings_of_speculators)
 
 
 def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:

@@ -36,7 +36,7 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, re
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Activation, Number, Share, Size
+from mtp_extract.formats.reading import GateFunction, Number, PositiveShare, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats, Packing
 
@@ -110,19 +110,10 @@ class GgufFormat:
             codes = row_codes(weight)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
-        if codes.columns % BLOCK or codes.steps.block % BLOCK:
-            what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {codes.steps.block}"
-            why = f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+        if why := _why_unfit(codes):
             return store_floats(weight, "f32", why)
-        sizes = codes.steps.size
-        with np.errstate(over="ignore", under="ignore"):
-            halves = sizes.astype(np.float16).astype(np.float32)
-        unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
-        if unlike.any():
-            only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
-            why = f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
-            return store_floats(weight, "f32", why)
-        if (halves == sizes).all():
+        halves = _in_halves(codes.steps.size)
+        if (halves == codes.steps.size).all():
             return StoredAs(CODES, codes, "" if has_exact_steps(weight) else "F32")
         return StoredAs(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
 
@@ -139,21 +130,13 @@ class GgufFormat:
             tensors.append(plan_array(_ROPE, factors))
         matrices = [tensor.dtype for tensor in tensors if len(tensor.shape) > 1]
         most = max(_FILE_TYPES, key=matrices.count)
-        base = _base_of(checkpoint.provenance)
-        metadata: dict[str, Any] = {
-            ARCHITECTURE: ARCH,
-            "general.type": "model",
-            **_origin(checkpoint.provenance),
-            **_name_parts(base),
-            "general.file_type": _FILE_TYPES[most],
-            "general.quantization_version": 2,
-            **shape_keys,
-            f"{OWN}version": __version__,
-            **{OWN + key: text for key, text in checkpoint.provenance.items()},
-            _TOKENIZER: "no_vocab",  # drafts are tokens of the base
-        }
         notes = (_EXACT_GELU,) if config.hidden_activation == "gelu" else ()
-        file = OutputFile(f"mtp-{base}-{most}.gguf", tuple(tensors), metadata=metadata, notes=notes)
+        file = OutputFile(
+            f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf",
+            tuple(tensors),
+            metadata=_all_keys(checkpoint.provenance, shape_keys, _FILE_TYPES[most]),
+            notes=notes,
+        )
         return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
 
     def read(self, directory: Path) -> Checkpoint:
@@ -162,40 +145,77 @@ class GgufFormat:
         if not path.is_file():
             path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
-        places = {name: (path, tensor) for name, tensor in stored.items()}
-        factors = Stored(*places[_ROPE]).array().reshape(-1) if _ROPE in places else _NO_FACTORS
+        factors = Stored(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
         rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
         with reading.naming(path):
-            if (arch := metadata.get(ARCHITECTURE)) != ARCH:
-                raise CheckpointError(_another_architecture(arch))
-            if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
-                raise CheckpointError(
-                    f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
-                )
+            _require_drafter(metadata, rows)
             config = _config(metadata, rows, factors)
             expected_keys = _metadata(config)
-            if not np.array_equal(_frequency_factors(config), factors):
-                raise CheckpointError(
-                    f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
-                    "others; it is not supported"
-                )
-        # Plain floats are FP32 there.
-        written: dict[str, Any] = {"general.type": "model"}
-        written |= {key: np.float32(value) if type(value) is float else value for key, value in expected_keys.items()}
-        documents = [
-            {key: value.item() if isinstance(value, np.generic) else value for key, value in document.items()}
-            for document in (metadata, written)
-        ]
-        unread = compare_document(path, *documents, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
-        names, readable = {role: role.names[self.name] for role in shapes_of(config)}, (*reading.FLOATS, *_QUANTIZED)
+            _require_factors(config, factors)
+        unread = _compare_keys(path, metadata, expected_keys)
+
+        names = {role: role.names[self.name] for role in shapes_of(config)}
+        readable = (*reading.FLOAT_TYPES, *_QUANTIZED)
         expected = {names[role]: (shape, readable) for role, shape in shapes_of(config).items()}
-        reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOATS)})
+        places = {name: (path, tensor) for name, tensor in stored.items()}
+        reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_TYPES)})
         tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
-        floats = [tensors[role.name] for role in names if role.kind == MATRIX and tensors[role.name].scheme is None]
-        return Checkpoint(config, MappingProxyType(tensors), common_dtype(floats), unread=unread)
+        matrices = [tensors[role.name] for role in names if role.kind == MATRIX]
+        dtype = common_dtype(weight for weight in matrices if weight.scheme is None)
+        return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread)
 
 
-FORMAT = GgufFormat()
+GGUF = GgufFormat()
+
+
+def _why_unfit(codes: Weight) -> str:
+    """Why Q4_0 and Q8_0 do not hold ``codes``; empty where they do, with scales rounded to FP16."""
+    block = codes.steps.block
+    if codes.columns % BLOCK or block % BLOCK:
+        what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
+        return f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+    sizes = codes.steps.size
+    unlike = ~(np.abs(_in_halves(sizes) - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
+    if unlike.any():
+        only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
+        return f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
+    return ""
+
+
+def _in_halves(sizes: Floats) -> Floats:
+    """``sizes`` rounded to FP16."""
+    with np.errstate(over="ignore", under="ignore"):
+        return sizes.astype(np.float16).astype(np.float32)
+
+
+def _require_drafter(metadata: Mapping[str, Any], rows: int) -> None:
+    """Raise CheckpointError where a file is no such drafter's, or lists other tokens than its head has ``rows``."""
+    if (arch := metadata.get(ARCHITECTURE)) != ARCH:
+        raise CheckpointError(_another_architecture(arch))
+    if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
+        raise CheckpointError(
+            f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
+        )
+
+
+def _require_factors(config: DrafterConfig, factors: Floats) -> None:
+    """Raise CheckpointError where ``factors`` are not those of the RoPE that the keys state."""
+    if not np.array_equal(_frequency_factors(config), factors):
+        raise CheckpointError(
+            f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
+            "others; it is not supported"
+        )
+
+
+def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[str, ...]:
+    """Compare a file's keys with those that we would write; as :func:`compare_document`."""
+    # Plain floats are FP32 there.
+    written = {key: np.float32(value) if type(value) is float else value for key, value in expected.items()}
+    documents = [
+        {key: value.item() if isinstance(value, np.generic) else value for key, value in document.items()}
+        for document in (metadata, {"general.type": "model", **written})
+    ]
+    return compare_document(path, *documents, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
 
 
 def _another_architecture(name: object) -> str:
@@ -270,20 +290,50 @@ def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
     return plan_rows(name, codes, kind.name, blocks)
 
 
+def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file_type: int) -> dict[str, Any]:
+    """Every key of a file: what it is and where it came from, around those that state its shape."""
+    return {
+        ARCHITECTURE: ARCH,
+        "general.type": "model",
+        **_origin(provenance),
+        **_name_parts(_base_of(provenance)),
+        "general.file_type": file_type,
+        "general.quantization_version": 2,
+        **shape_keys,
+        f"{OWN}version": __version__,
+        **{OWN + key: text for key, text in provenance.items()},
+        _TOKENIZER: "no_vocab",  # drafts are tokens of the base
+    }
+
+
 def _metadata(config: DrafterConfig) -> dict[str, Any]:
     """Every key that says what ``config`` says; RoPE's rotated share is in :func:`_frequency_factors` too.
 
     Raises:
         UnsupportedError: llama.cpp would compute something else.
     """
+    _require_expressible(config)
+    keys = _llama_keys(config)
+    return {
+        **{f"{ARCH}.{key}": value for key, value in keys.items()},
+        **{OWN + key: value for key, value in _extra_keys(config, keys).items()},
+    }
+
+
+def _require_expressible(config: DrafterConfig) -> None:
+    """Raise UnsupportedError where llama.cpp would compute something else than ``config`` says."""
     config.require_uniform()
-    sliding, full = config.sliding, config.full  # each stands for the other where there is none
-    if SLIDING in config.layer_types and sliding.rope.kind != "default":
+    if SLIDING in config.layer_types and config.sliding.rope.kind != "default":
         why = "The sliding layers turn a part of a head, or slower, where llama.cpp turns all by plain frequencies."
         raise UnsupportedError(f"{why} Choose the transformers format.", remedies=("format=transformers",))
     if config.attention_scale != 1.0:
         why = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
         raise UnsupportedError(f"{why} Choose the litert format.", remedies=("format=litert",))
+
+
+def _llama_keys(config: DrafterConfig) -> dict[str, Any]:
+    """llama.cpp's keys, without its architecture before them."""
+    sliding, full = config.sliding, config.full  # each stands for the other where there is none
     heads = config.num_kv_heads
     keys: dict[str, Any] = {
         "block_count": config.num_layers,
@@ -308,19 +358,21 @@ def _metadata(config: DrafterConfig) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": full.rope.theta,
         "rope.freq_base_swa": sliding.rope.theta,
-        **({} if config.final_logit_softcap is None else {"final_logit_softcapping": config.final_logit_softcap}),
     }
+    if config.final_logit_softcap is not None:
+        keys["final_logit_softcapping"] = config.final_logit_softcap
+    return keys
+
+
+def _extra_keys(config: DrafterConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Our own keys, without what they begin with: what ``keys``, llama.cpp's, cannot say, or not to the bit."""
     extra_keys: dict[str, Any] = {"hidden_activation": config.hidden_activation}
     numbers = dict(keys)
     if FULL in config.layer_types:
-        extra_keys["rope.partial_rotary_factor"] = np.float64(full.rope.partial_rotary_factor)
-        numbers[_FACTOR] = full.rope.factor
+        extra_keys["rope.partial_rotary_factor"] = np.float64(config.full.rope.partial_rotary_factor)
+        numbers[_FACTOR] = config.full.rope.factor
     inexact = [key for key in _NUMBERS if key in numbers and _plain(np.float32(numbers[key])) != numbers[key]]
-    extra_keys |= {key: np.float64(numbers[key]) for key in inexact}
-    return {
-        **{f"{ARCH}.{key}": value for key, value in keys.items()},
-        **{OWN + key: extra_keys[key] for key in extra_keys},
-    }
+    return extra_keys | {key: np.float64(numbers[key]) for key in inexact}
 
 
 def _frequency_factors(config: DrafterConfig) -> Floats:
@@ -350,10 +402,10 @@ class _Read(Struct, kw_only=True):
     theta: Number = field(name="rope.freq_base")
     sliding_theta: Number = field(name="rope.freq_base_swa")
     factor: Number = field(name=_FACTOR, default=1.0)
-    share: Share | None = field(name=f"{OWN}rope.partial_rotary_factor", default=None)
+    share: PositiveShare | None = field(name=f"{OWN}rope.partial_rotary_factor", default=None)
     rms_norm_eps: Number = field(name="attention.layer_norm_rms_epsilon", default=1e-6)
     final_logit_softcap: Number | None = field(name="final_logit_softcapping", default=None)
-    hidden_activation: Activation = field(name=f"{OWN}hidden_activation", default="gelu_pytorch_tanh")
+    hidden_activation: GateFunction = field(name=f"{OWN}hidden_activation", default="gelu_pytorch_tanh")
     max_position_embeddings: Size | None = field(name="context_length", default=None)
 
 
@@ -384,18 +436,28 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> Dr
         keys[_FACTOR] = _plain(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
     fields = reading.fields_of(keys, _Read)
+    share = fields.share or 2 * turned / fields.head_dim or 1.0
+    shared_fields = {name: getattr(fields, name) for name in _SAME}
+    return DrafterConfig(vocab_size=vocabulary, layers=_layers(fields, share), **shared_fields)
+
+
+def _layers(fields: _Read, share: float) -> tuple[LayerConfig, ...]:
+    """Every layer; of full ones, a ``share`` of the head is rotated.
+
+    Raises:
+        CheckpointError: the lists by layer have another length.
+    """
     heads = fields.num_kv_heads if isinstance(fields.num_kv_heads, list) else [fields.num_kv_heads] * fields.layers
     if not fields.layers == len(fields.slides) == len(heads):
         raise CheckpointError(
             f"expected sliding_window_pattern and head_count_kv of {fields.layers} layers, found others. "
             "Check the file."
         )
-    share = fields.share or 2 * turned / fields.head_dim or 1.0
-    full, sliding = RopeConfig(fields.theta, share, fields.factor), RopeConfig(fields.sliding_theta)
-    layers = tuple(
-        LayerConfig(SLIDING, fields.sliding_head_dim, of_base, fields.sliding_window, sliding)
+    full = RopeConfig(fields.theta, share, fields.factor)
+    sliding = RopeConfig(fields.sliding_theta)
+    return tuple(
+        LayerConfig(SLIDING, fields.sliding_head_dim, kv_heads, fields.sliding_window, sliding)
         if slides
-        else LayerConfig(FULL, fields.head_dim, of_base, None, full)
-        for slides, of_base in zip(fields.slides, heads, strict=True)
+        else LayerConfig(FULL, fields.head_dim, kv_heads, None, full)
+        for slides, kv_heads in zip(fields.slides, heads, strict=True)
     )
-    return DrafterConfig(vocab_size=vocabulary, layers=layers, **{name: getattr(fields, name) for name in _SAME})

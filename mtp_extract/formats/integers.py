@@ -113,7 +113,7 @@ COMPRESSED_TENSORS = DirectoryFormat(
     unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
 )
 
-SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")
+COMPRESSED_FOR_SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")
 
 
 def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:

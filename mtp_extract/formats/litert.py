@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Activation, Number, Size
+from mtp_extract.formats.reading import GateFunction, Number, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, rope_of, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
@@ -87,7 +87,7 @@ class LitertFormat:
         return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread)
 
 
-FORMAT = LitertFormat()
+LITERT_LAYOUT = LitertFormat()
 
 
 def _tensor_names(tensors: Mapping[str, Weight], num_layers: int) -> dict[str, str]:
@@ -97,7 +97,7 @@ def _tensor_names(tensors: Mapping[str, Weight], num_layers: int) -> dict[str, s
     for role in roles_of(num_layers):
         tensor = tensors.get(role.name)
         if tensor is not None:
-            name = role.names[FORMAT.name]
+            name = role.names[LITERT_LAYOUT.name]
             names[role.name] = name if tensor.origin is None else first.setdefault(tensor.origin, name)
     return names
 
@@ -138,7 +138,7 @@ class _Read(Struct):
     tensors: dict[str, str]
     attention_scale: Number = 1.0
     rms_norm_eps: Number = 1e-6
-    hidden_activation: Activation = "gelu_pytorch_tanh"
+    hidden_activation: GateFunction = "gelu_pytorch_tanh"
     final_logit_softcap: Number | None = None
     max_position_embeddings: Size | None = None
 

@@ -18,7 +18,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
-from mtp_extract.formats.reading import Activation, Number, Share, Size, fields_of
+from mtp_extract.formats.reading import GateFunction, Number, PositiveShare, Size, fields_of
 
 GENERATION_FILE = "generation_config.json"
 MAX_POSITIONS = 131072
@@ -205,7 +205,7 @@ class Rope(Struct):
 
     rope_theta: Number
     rope_type: Literal["default", "proportional"] = "default"
-    partial_rotary_factor: Share | None = None
+    partial_rotary_factor: PositiveShare | None = None
     factor: Number | None = None
 
 
@@ -240,7 +240,7 @@ class _Text(Struct):
     num_key_value_heads: Size
     rope_parameters: dict[str, Rope]
     rms_norm_eps: Number = 1e-6
-    hidden_activation: Activation = "gelu_pytorch_tanh"
+    hidden_activation: GateFunction = "gelu_pytorch_tanh"
     final_logit_softcapping: Number | None = None
     max_position_embeddings: Size | None = None
     sliding_window: Size | None = None

@@ -24,7 +24,7 @@ from huggingface_hub.utils.sha import git_hash
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import format_named, weights_of
-from mtp_extract.formats.gguf import FORMAT
+from mtp_extract.formats.gguf import GGUF
 from mtp_extract.io.http_library import (
     STATUSES,
     hide_queries,
@@ -214,7 +214,7 @@ def _gguf_alone(
     directory: str | os.PathLike[str], adds: Sequence[CommitOperationAdd], card: CardWords
 ) -> list[CommitOperationAdd]:
     """The one file of a GGUF among ``adds``; HubError where there is none, or words for a card that is not sent."""
-    gguf = weights_of(FORMAT, (add.path_in_repo for add in adds))
+    gguf = weights_of(GGUF, (add.path_in_repo for add in adds))
     if gguf is None or card != UNSAID:
         raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
     return [add for add in adds if add.path_in_repo == gguf]

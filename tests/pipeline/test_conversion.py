@@ -187,7 +187,7 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 
     from mtp_extract.formats import litert
 
-    right = litert.FORMAT.__class__.plan
+    right = litert.LITERT_LAYOUT.__class__.plan
 
     def wrong(self: Any, checkpoint: Checkpoint, dtype: str) -> Plan:
         role = "layers.1.q_norm"
@@ -195,7 +195,7 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
         other = replace(checkpoint, tensors={**checkpoint.tensors, role: ones})
         return replace(right(self, checkpoint, dtype), files=right(self, other, dtype).files)
 
-    monkeypatch.setattr(litert.FORMAT.__class__, "plan", wrong)
+    monkeypatch.setattr(litert.LITERT_LAYOUT.__class__, "plan", wrong)
     with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other floats"):
         convert(bf16, tmp_path / "out", format="litert")
     assert not (tmp_path / "out").exists()
