@@ -88,24 +88,31 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
             # Roles that are one stored tensor have one set of codes.
             floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}
             parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
-            widest = next(iter(floats.values()), None)
-            if widest is None or (coded := _coded(path, widest.shape, scheme, parts)) is None:
-                what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
-                raise ValueError(f"{name}: expected {what}, found others")
-            if not same_weight(round_weight(coded, widest.dtype.rounding), widest):
-                raise ValueError(f"the codes of {name} are not those of its floats")
-            tensors |= dict.fromkeys(floats, coded)
+            tensors |= dict.fromkeys(floats, _codes_of(path, name, next(iter(floats.values()), None), scheme, parts))
         if stored:
             raise ValueError(f"nothing says how {next(iter(stored))} is to be read")
     return MappingProxyType(tensors)
+
+
+def _codes_of(
+    path: Path, name: str, floats: Stored | None, scheme: _Scheme, parts: Mapping[str, StoredTensor]
+) -> Weight:
+    """The codes of the matrix called ``name``; ValueError where they are damaged or not those of its ``floats``."""
+    coded = _coded(path, floats.shape, scheme, parts) if floats is not None else None
+    if floats is None or coded is None:
+        what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
+        raise ValueError(f"{name}: expected {what}, found others")
+    if not same_weight(round_weight(coded, floats.dtype.rounding), floats):
+        raise ValueError(f"the codes of {name} are not those of its floats")
+    return coded
 
 
 def _coded(path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]) -> Weight | None:
     """The codes of a matrix of ``shape``; None where a part is missing, damaged, or of another type or shape."""
     if len(shape) != 2 or any(part not in parts or parts[part].dtype not in types for part, types in _PARTS.items()):
         return None
-    codes, scale, zero_point = (parts[part] for part in _PARTS)
-    size, zeros = (read_array(path, part).reshape(-1) for part in (scale, zero_point))
+    codes = parts["codes"]
+    size, zeros = (read_array(path, parts[part]).reshape(-1) for part in ("scale", "zero_point"))
     sound = np.isfinite(size).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
     steps = Steps.spread(size, zeros, shape, scheme.factor) if sound and size.size == zeros.size else None
     if steps is None or codes.shape != shape:

@@ -195,23 +195,42 @@ def compare_document(
     """
     unread = list[Difference]()
     for difference in differences(expected, document):
-        place, value = difference.place, difference.found
-        row = DANGEROUS.get(_matching(place, DANGEROUS))
-        same = means_the_same.get(_matching(place, means_the_same), ())
-        if value in same or _matching(place, (*HARMLESS, *harmless)):
+        if _is_harmless(difference, harmless, means_the_same):
             continue
-        if value in row[1] if row else (difference.expected in _OFF and value in _OFF):
-            continue
-        is_known = row is not None or (difference.expected is not None and place not in _LABELS)
-        if value is None or not computes or not is_known:
-            unread.append(difference)
-            continue
-        what, _, advice = row or (f"not {escape(difference.expected)}, as its other keys and tensors have it", (), "")
-        raise CheckpointError(
-            f"{escape(path)}: {difference}: {what}; it is not read. "
-            + (f"Ask for {advice}." if advice else "Fetch it again, or ask whoever made it which is right.")
-        )
+        if difference.found is not None and computes and _is_of_the_function(difference):
+            raise _contradiction(path, difference)
+        unread.append(difference)
     return (f"{escape(path.name)} {few(unread, separator=' and ')}",) if unread else ()
+
+
+def _is_harmless(
+    difference: Difference, harmless: Sequence[str], means_the_same: Mapping[str, tuple[Any, ...]]
+) -> bool:
+    """Whether it changes nothing: a key from which nothing is computed, or a value that means the same."""
+    place, value = difference.place, difference.found
+    if value in means_the_same.get(_matching(place, means_the_same), ()) or _matching(place, (*HARMLESS, *harmless)):
+        return True
+    if row := DANGEROUS.get(_matching(place, DANGEROUS)):
+        return value in row[1]
+    return difference.expected in _OFF and value in _OFF
+
+
+def _is_of_the_function(difference: Difference) -> bool:
+    """Whether its key says what the drafter computes: one that we would write, or one of :data:`DANGEROUS`."""
+    if _matching(difference.place, DANGEROUS):
+        return True
+    return difference.expected is not None and difference.place not in _LABELS
+
+
+def _contradiction(path: Path, difference: Difference) -> CheckpointError:
+    """That the file at ``path`` says what makes another function of the drafter."""
+    if row := DANGEROUS.get(_matching(difference.place, DANGEROUS)):
+        what, _, replacement = row
+        advice = f"Ask for {replacement}."
+    else:
+        what = f"not {escape(difference.expected)}, as its other keys and tensors have it"
+        advice = "Fetch it again, or ask whoever made it which is right."
+    return CheckpointError(f"{escape(path)}: {difference}: {what}; it is not read. {advice}")
 
 
 def _matching(place: str, names: Sequence[str] | Mapping[str, Any]) -> str:

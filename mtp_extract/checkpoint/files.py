@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -129,21 +129,28 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
         # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
         header = file.text.encode("utf-8", "backslashreplace")
 
-    size = 0
-    written = xxh3_128()
-    with new_file(path, len(header) + data_size) as descriptor:
-        for piece in chain([header], *(_data(tensor, alignment) for tensor in file.tensors)):
-            written.update(piece)
-            write_all(descriptor, piece, size)
-            size += len(piece)
-            advance(len(piece))
+    data = (piece for tensor in file.tensors for piece in _data(tensor, alignment))
+    written = _write_pieces(path, chain([header], data), len(header) + data_size, advance)
     check_interrupted()
 
     sum_read, sha256 = _sums(path)
     expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
-    if sum_read != written.hexdigest() or (container and container.read_tensors(path) != expected):
+    if sum_read != written or (container and container.read_tensors(path) != expected):
         raise read_back_error(path)
-    return {"size": size, "sha256": sha256}
+    return {"size": len(header) + data_size, "sha256": sha256}
+
+
+def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, advance: Advance) -> str:
+    """Write a file of ``size`` bytes; their XXH3-128."""
+    offset = 0
+    digest = xxh3_128()
+    with new_file(path, size) as descriptor:
+        for piece in pieces:
+            digest.update(piece)
+            write_all(descriptor, piece, offset)
+            offset += len(piece)
+            advance(len(piece))
+    return digest.hexdigest()
 
 
 def _arrange(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:

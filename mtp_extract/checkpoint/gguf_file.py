@@ -146,14 +146,18 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     metadata = _read_metadata(header, entries)
     places = _read_places(header, tensors)
 
-    # The data of all tensors fill the rest of the file, but for what aligns the last one.
     begin = aligned(header.at, GGUF_ALIGNMENT)
+    _require_filled(header.size, begin, places)
+    return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
+
+
+def _require_filled(size: int, begin: int, places: Mapping[str, StoredTensor]) -> None:
+    """Require that the data of all tensors fill a file of this ``size`` from ``begin``, up to what aligns the last."""
     last = max((place.offset + place.length for place in places.values()), default=0)
     end = begin + last
     padded = begin + aligned(last, GGUF_ALIGNMENT)
-    _require(end <= header.size, f"its tensors would end at byte {end} of {header.size}; it was cut short")
-    _require(not places or padded >= header.size, f"its header describes {padded} bytes, it has {header.size}")
-    return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
+    _require(end <= size, f"its tensors would end at byte {end} of {size}; it was cut short")
+    _require(not places or padded >= size, f"its header describes {padded} bytes, it has {size}")
 
 
 def _read_metadata(header: _Header, entries: int) -> dict[str, Any]:
@@ -170,29 +174,33 @@ def _read_metadata(header: _Header, entries: int) -> dict[str, Any]:
 
 def _read_places(header: _Header, tensors: int) -> dict[str, StoredTensor]:
     """So many tensors, which follow each other; offsets count from where the data of the first begin."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    types = {kind.value: kind for kind in GGMLQuantizationType}
     places: dict[str, StoredTensor] = {}
-    expected_offset = 0
+    offset = 0
     for _ in range(tensors):
         name = header.text()
-        label = escape(name)
-        _require(name not in places, f"expected each tensor once, found {label} again")
-        dimensions = header.number(4)
-        _require(1 <= dimensions <= 4, f"expected {label} to have 1 to 4 dimensions, found {dimensions}")
-        shape = tuple(header.number() for _ in range(dimensions))[::-1]
-        number = header.number(4)
-        offset = header.number()
-
-        _require(number in types, f"{label}: expected a type of tensors that GGUF has, found type {number}")
-        kind = types[number]
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        # No tensor has more elements than eight a byte of its file.
-        elements = math.prod(shape)
-        is_possible = max(*shape, elements) <= 8 * header.size and shape[-1] % block == 0
-        _require(is_possible, f"{label}: a shape of {list(shape)} in {kind.name} cannot be")
-        _require(offset == expected_offset, f"expected {label} to begin at byte {expected_offset}, found {offset}")
-        places[name] = StoredTensor(kind.name, shape, offset, elements // block * block_bytes)
-        expected_offset = aligned(offset + places[name].length, GGUF_ALIGNMENT)
+        _require(name not in places, f"expected each tensor once, found {escape(name)} again")
+        places[name] = _read_place(header, escape(name), offset)
+        offset = aligned(offset + places[name].length, GGUF_ALIGNMENT)
     return places
+
+
+def _read_place(header: _Header, label: str, expected_offset: int) -> StoredTensor:
+    """A tensor of any type that GGUF has, behind its name."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    dimensions = header.number(4)
+    _require(1 <= dimensions <= 4, f"expected {label} to have 1 to 4 dimensions, found {dimensions}")
+    shape = tuple(header.number() for _ in range(dimensions))[::-1]
+    number = header.number(4)
+    offset = header.number()
+
+    types = {kind.value: kind for kind in GGMLQuantizationType}
+    _require(number in types, f"{label}: expected a type of tensors that GGUF has, found type {number}")
+    kind = types[number]
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    elements = math.prod(shape)
+    # No tensor has more elements than eight a byte of its file.
+    is_possible = max(*shape, elements) <= 8 * header.size and shape[-1] % block == 0
+    _require(is_possible, f"{label}: a shape of {list(shape)} in {kind.name} cannot be")
+    _require(offset == expected_offset, f"expected {label} to begin at byte {expected_offset}, found {offset}")
+    return StoredTensor(kind.name, shape, offset, elements // block * block_bytes)

@@ -122,20 +122,29 @@ class Saving(Excerpt):
 
 def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
     """What a record says of the bundle; ``original`` are the drafter's own weights."""
+    return {
+        "source": _source_of(drafter),
+        "known_as": drafter.known["name"] if drafter.known else None,
+        "shared": _shared_roles(original),
+        "activations": {role: to_builtins([*pair]) for role, pair in original.activations.items() if any(pair)},
+    }
+
+
+def _source_of(drafter: Shard) -> dict[str, Any]:
+    """The file, and the section in it."""
     opened = drafter.opened
-    section = drafter.section
     region = drafter.model.region
     digest = hashlib.sha256()
-    for at in range(0, region.size, _READ):
-        digest.update(region.read(at, min(_READ, region.size - at)))
-    source = {
+    for begin in range(0, region.size, _READ):
+        digest.update(region.read(begin, min(_READ, region.size - begin)))
+    return {
         "name": Path(opened.source.name).name,
         "size": opened.source.size,
         "kind": "litertlm" if opened.bundle else "tflite",
         "version": ".".join(map(str, opened.bundle.version)) if opened.bundle else None,
         "provenance": dict(sorted(opened.source.provenance.items())),
         "section": {
-            "index": section.index if section else None,
+            "index": drafter.section.index if drafter.section else None,
             "begin": region.begin,
             "end": region.begin + region.size,
             "sha256": digest.hexdigest(),
@@ -143,16 +152,15 @@ def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
             "signature": drafter.signature.key,
         },
     }
-    alike: dict[object, list[str]] = defaultdict(list)
+
+
+def _shared_roles(original: Checkpoint) -> list[list[str]]:
+    """The roles that are one stored constant, for each such constant."""
+    roles_by_constant = defaultdict[object, list[str]](list)
     for role, tensor in original.tensors.items():
         if tensor.origin is not None:
-            alike[tensor.origin].append(role)
-    return {
-        "source": source,
-        "known_as": drafter.known["name"] if drafter.known else None,
-        "shared": [names for names in alike.values() if len(names) > 1],
-        "activations": {role: to_builtins([*pair]) for role, pair in original.activations.items() if any(pair)},
-    }
+            roles_by_constant[tensor.origin].append(role)
+    return [roles for roles in roles_by_constant.values() if len(roles) > 1]
 
 
 def provenance(source: Mapping[str, Any]) -> dict[str, str]:

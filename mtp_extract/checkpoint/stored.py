@@ -106,25 +106,20 @@ class StoredCodes(Stored):
         cut: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(path, tensor, name, cut)
-        bits, uneven = divmod(8 * tensor.shape[1], columns) if len(tensor.shape) == 2 and columns else (0, 1)
-        self.scheme = Packing(bits, True)
-        sound = scale.ndim == 2 and len(scale) == tensor.shape[0] and scale.shape[1] and not columns % scale.shape[1]
-        if uneven or (tensor.dtype, bits) not in _CODES or not sound or not (np.isfinite(scale) & (scale > 0)).all():
+        bits = _code_bits(tensor, columns, scale)
+        if bits is None:
             raise CheckpointError(
                 f"{self.path}: expected {name} as codes of 2, 4 or 8 bits, {columns} a row, with a scale a row or for "
                 f"each block of it, found {tensor.dtype} {list(tensor.shape)} and scales {list(scale.shape)}. Fetch it "
                 "again."
             )
-        self.scale, begin, end = scale, *(cut or (0, columns))
-        block = columns // scale.shape[1]
-        if cut is not None:
-            # Columns of a table may begin within a block.
-            shared = math.gcd(block, begin, end)
-            scale, block = np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared], shared
+        begin, end = cut or (0, columns)
+        self.scheme = Packing(bits, True)
+        self.scale = scale
         self.all_columns = columns
         self.columns = end - begin
         self.shape = (tensor.shape[0], end - begin)
-        self._steps = Steps.around_zero(block, scale)
+        self._steps = _steps_in(scale, columns // scale.shape[1], cut)
 
     def in_columns(self, begin: int, end: int) -> StoredCodes:
         """As of other weights."""
@@ -152,6 +147,28 @@ class StoredCodes(Stored):
         codes = unpack_bytes(part, self.bits).reshape(last - first, -1)[:, first_code : first_code + end - begin]
         signed: Rows = (codes - np.uint8(1 << self.bits - 1)).view(np.int8)
         return signed
+
+
+def _steps_in(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
+    """What codes of these columns are worth, of whose table a ``block`` of neighbours shares a ``scale``."""
+    if cut is None:
+        return Steps.around_zero(block, scale)
+    # Columns of a table may begin within a block.
+    begin, end = cut
+    shared = math.gcd(block, begin, end)
+    return Steps.around_zero(shared, np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared])
+
+
+def _code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | None:
+    """How many bits a code has in ``tensor``, of rows of so many ``columns``; None where the three do not fit."""
+    if len(tensor.shape) != 2 or not columns:
+        return None
+    bits, uneven = divmod(8 * tensor.shape[1], columns)
+    if uneven or (tensor.dtype, bits) not in _CODES:
+        return None
+    if scale.ndim != 2 or len(scale) != tensor.shape[0] or not scale.shape[1] or columns % scale.shape[1]:
+        return None
+    return bits if (np.isfinite(scale) & (scale > 0)).all() else None
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:

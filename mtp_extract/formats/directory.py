@@ -129,19 +129,11 @@ class DirectoryFormat:
         stored = store_all(self.store, checkpoint, dtype)
         config = checkpoint.mtp
         packed = self._packed_as_stored(config, stored)
-        tensors: list[PlannedTensor] = []
-        roles = dict[str, str]()
-        for role, name in self._names(config, packed).items():
-            if role.name in packed:
-                activations = checkpoint.activations.get(role.name, (None, None))
-                codes = stored[role.name].weight
-                tensors += self._plan_matrix(name.removesuffix(_WEIGHT), codes, packed[role.name], activations)
-            else:
-                roles[name] = role.name
-                tensors.append(stored[role.name].tensor(name))
+        names = self._names(config, packed)
+        roles = {name: role.name for role, name in names.items() if role.name not in packed}
         weights = OutputFile(
             self.weights_file,
-            tuple(tensors),
+            tuple(self._plan_tensors(checkpoint, names, stored, packed)),
             metadata={"format": self.header, "mtp_extract": __version__},
             notes=tuple(_notes(checkpoint, packed)) if self.static else (),
         )
@@ -149,6 +141,22 @@ class DirectoryFormat:
         texts = {self.marker: document, GENERATION_FILE: GENERATION}
         files = (weights, *(OutputFile(name, text=json_text(text)) for name, text in texts.items()))
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
+
+    def _plan_tensors(
+        self,
+        checkpoint: Checkpoint,
+        names: Mapping[Role, str],
+        stored: Mapping[str, StoredAs],
+        packed: Mapping[str, Packed],
+    ) -> Iterator[PlannedTensor]:
+        """The tensors of every weight, in the order of ``names``."""
+        for role, name in names.items():
+            if role.name in packed:
+                activations = checkpoint.activations.get(role.name, (None, None))
+                codes = stored[role.name].weight
+                yield from self._plan_matrix(name.removesuffix(_WEIGHT), codes, packed[role.name], activations)
+            else:
+                yield stored[role.name].tensor(name)
 
     def _packed_as_stored(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
         """How each matrix is packed whose codes are stored, by role.

@@ -15,7 +15,7 @@ which loads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -90,22 +90,24 @@ class HeadFormat:
         roles = {role.names[self.name]: role.name for role in shapes_of(config)}
         tensors = [stored[role].tensor(name) for name, role in roles.items()]
         if config.reduced:
-            # Which of the base's tokens the head can propose: what trainers ask for, and engines skip.
-            targets = stored[_D2T].weight.indices() + np.arange(config.draft_vocab_size)
-            tensors.append(plan_array(_T2D, _marks(config, targets)))
+            # What trainers ask for, and engines skip.
+            tensors.append(plan_array(_T2D, _marks(config, stored[_D2T].weight.indices())))
         document = self.document(config, DTYPES[dtype].transformers)
         findings = self.findings(document, config)
-        # What an engine that reads the layout would load wrongly and not say so is not written.
-        if wrong := [finding for finding in findings if finding.is_error]:
-            raise UnsupportedError(
-                f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
-                remedies=("format",),
-            )
+        self._require_no_errors(findings)
         files = (
             OutputFile(self.weights_file, tuple(tensors), notes=tuple(map(str, findings))),
             OutputFile(self.marker, text=json_text(document)),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
+
+    def _require_no_errors(self, findings: Sequence[Finding]) -> None:
+        """Refuse to write what an engine that reads the layout would load wrongly and not say so."""
+        if wrong := [finding for finding in findings if finding.is_error]:
+            raise UnsupportedError(
+                f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
+                remedies=("format",),
+            )
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
@@ -386,13 +388,13 @@ def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors)
         raise reading.mismatch(
             path, [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
         )
-    marks = _marks(config, targets)
+    marks = _marks(config, mapping)
     if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
         raise reading.mismatch(path, [f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
 
 
-def _marks(config: Eagle3Config, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of the base's tokens are among ``targets``, those that the head can propose."""
+def _marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of the base's tokens the head can propose; ``mapping`` is d2t, the differences to its own tokens."""
     marks = np.zeros(config.vocab_size, np.bool_)
-    marks[targets] = True
+    marks[mapping + np.arange(config.draft_vocab_size)] = True
     return marks

@@ -12,7 +12,7 @@ and compares.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -128,14 +128,12 @@ class GgufFormat:
         ]
         if (factors := _frequency_factors(config)).size:
             tensors.append(plan_array(_ROPE, factors))
-        matrices = [tensor.dtype for tensor in tensors if len(tensor.shape) > 1]
-        most = max(_FILE_TYPES, key=matrices.count)
-        notes = (_EXACT_GELU,) if config.hidden_activation == "gelu" else ()
+        most = _usual_type(tensors)
         file = OutputFile(
             f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf",
             tuple(tensors),
             metadata=_all_keys(checkpoint.provenance, shape_keys, _FILE_TYPES[most]),
-            notes=notes,
+            notes=(_EXACT_GELU,) if config.hidden_activation == "gelu" else (),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
 
@@ -146,21 +144,16 @@ class GgufFormat:
             path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
         factors = Stored(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
-        rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
         with reading.naming(path):
-            _require_drafter(metadata, rows)
-            config = _config(metadata, rows, factors)
+            config = _checked_config(metadata, stored, factors)
             expected_keys = _metadata(config)
             _require_factors(config, factors)
         unread = _compare_keys(path, metadata, expected_keys)
 
-        names = {role: role.names[self.name] for role in shapes_of(config)}
-        readable = (*reading.FLOAT_TYPES, *_QUANTIZED)
-        expected = {names[role]: (shape, readable) for role, shape in shapes_of(config).items()}
-        places = {name: (path, tensor) for name, tensor in stored.items()}
-        reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_TYPES)})
-        tensors = {role.name: _weight(path, stored[name], name) for role, name in names.items()}
-        matrices = [tensors[role.name] for role in names if role.kind == MATRIX]
+        names = {role.names[self.name]: role for role in shapes_of(config)}
+        _check_places(path, config, stored, factors)
+        tensors = {role.name: _weight(path, stored[name], name) for name, role in names.items()}
+        matrices = [tensors[role.name] for role in names.values() if role.kind == MATRIX]
         dtype = common_dtype(weight for weight in matrices if weight.scheme is None)
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread)
 
@@ -188,14 +181,16 @@ def _in_halves(sizes: Floats) -> Floats:
         return sizes.astype(np.float16).astype(np.float32)
 
 
-def _require_drafter(metadata: Mapping[str, Any], rows: int) -> None:
-    """Raise CheckpointError where a file is no such drafter's, or lists other tokens than its head has ``rows``."""
+def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
+    """The shape that a file says; CheckpointError where it is no such drafter's, or lists other tokens than rows."""
     if (arch := metadata.get(ARCHITECTURE)) != ARCH:
         raise CheckpointError(_another_architecture(arch))
+    rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
     if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
         raise CheckpointError(
             f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
         )
+    return _config(metadata, rows, factors)
 
 
 def _require_factors(config: DrafterConfig, factors: Floats) -> None:
@@ -205,6 +200,14 @@ def _require_factors(config: DrafterConfig, factors: Floats) -> None:
             f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
             "others; it is not supported"
         )
+
+
+def _check_places(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
+    """Raise CheckpointError where the tensors of the file at ``path`` are not those of ``config``."""
+    readable = (*reading.FLOAT_TYPES, *_QUANTIZED)
+    expected = {role.names[GGUF.name]: (shape, readable) for role, shape in shapes_of(config).items()}
+    places = {name: (path, tensor) for name, tensor in stored.items()}
+    reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_TYPES)})
 
 
 def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[str, ...]:
@@ -288,6 +291,12 @@ def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
         return kind.pack(codes.codes(first, last), sizes[first:last])
 
     return plan_rows(name, codes, kind.name, blocks)
+
+
+def _usual_type(tensors: Sequence[PlannedTensor]) -> str:
+    """The type that most matrices have, which names the file."""
+    matrices = [tensor.dtype for tensor in tensors if len(tensor.shape) > 1]
+    return max(_FILE_TYPES, key=matrices.count)
 
 
 def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file_type: int) -> dict[str, Any]:

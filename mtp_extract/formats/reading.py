@@ -156,24 +156,33 @@ def check_tensors(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
-    problems, types = list[str](), list[str]()
-    for name, (shape, dtypes) in {**more, **expected}.items():
-        if name not in found:
-            problems += [f"{escape(name)}: expected a tensor, found none"] if name in expected else []
-        elif (tensor := found[name][1]).shape != shape:
-            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(tensor.shape)}")
-        elif tensor.dtype not in dtypes:
-            types.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(tensor.dtype)}")
-    problems += [
-        f"{escape(name)}: expected no such tensor, found {list(found[name][1].shape)}"
-        for name in found.keys() - expected.keys() - more.keys()
-    ]
-    if types and not problems:
+    problems = list(_other_tensors(expected, found, more))
+    types = list(_other_types({**more, **expected}, found))
+    if problems:
+        raise mismatch(path, [*problems, *types])
+    if types:
         others = f" (and {several(len(types) - 1, 'tensor')} more)" if len(types) > 1 else ""
         advice = "which is not read. Ask for the drafter in such a type"
         raise CheckpointError(f"{escape(path)}: {types[0]}{others}, {advice}.")
-    if problems:
-        raise mismatch(path, [*problems, *types])
+
+
+def _other_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> Iterator[str]:
+    """Tensors that are missing, of another shape, or too many, each as a clause."""
+    for name, (shape, _) in {**more, **expected}.items():
+        if name not in tensors:
+            if name in expected:
+                yield f"{escape(name)}: expected a tensor, found none"
+        elif tensors[name][1].shape != shape:
+            yield f"{escape(name)}: expected shape {list(shape)}, found {list(tensors[name][1].shape)}"
+    for name in tensors.keys() - expected.keys() - more.keys():
+        yield f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}"
+
+
+def _other_types(expected: ExpectedTensors, tensors: Tensors) -> Iterator[str]:
+    """Tensors of the right shape and another type, each as a clause."""
+    for name, (shape, dtypes) in expected.items():
+        if name in tensors and tensors[name][1].shape == shape and tensors[name][1].dtype not in dtypes:
+            yield f"{escape(name)}: expected {either(dtypes)}, found {escape(tensors[name][1].dtype)}"
 
 
 def mismatch(path: Path, problems: Iterable[str]) -> CheckpointError:

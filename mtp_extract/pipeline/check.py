@@ -4,7 +4,7 @@ its own record, and what all of it holds."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -235,23 +235,22 @@ class ReadDirectory:
         folder = with_record(Path(place))
         record = read_record(folder)
         changed = changed_files(folder, record) if record else {}
-        if record:
-            _require_tensors(folder, record, changed)
+        _require_tensors(folder, record, changed)
         format_, written = _read_files(folder, changed)
         if changed and (wrong := [*_another_geometry(written.config, record)]):
             raise CheckpointError(
                 f"{escape(folder / format_.marker)}: describes another drafter than its {RECORD}: "
                 f"{few(wrong, separator='; ')}. {AGAIN}"
             )
-        stated = record or _implied(folder, written)
+        known_as = written.architecture.known_as(written.config)
+        stated = record or _implied(folder, written, known_as)
         checkpoint = replace(
             written,
-            tensors=_shared(dict(with_codes(folder, written.tensors)), stated["shared"]),
+            tensors=_shared_again(with_codes(folder, written.tensors), stated["shared"]),
             activations=MappingProxyType(typed(stated["activations"], Pairs)),
             provenance=provenance(stated["source"]),
             unread=(*written.unread, *changed.values(), *unexpected_in(folder, format_)),
         )
-        known_as = written.architecture.known_as(written.config)
         return cls(folder, format_.name, written, checkpoint, known_as, stated, bool(record), frozenset(changed))
 
     @property
@@ -280,10 +279,9 @@ class ReadDirectory:
 
 
 def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[str, str]) -> None:
-    """Check that no file of tensors is among those that are ``changed``."""
-    weights = format_named(record["layout"]).weights_file
-    wrong = [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]
-    if wrong:
+    """Raise CheckpointError where a file of tensors is ``changed``; those that ``record`` lists count."""
+    weights = format_named(record["layout"]).weights_file if record else ""
+    if wrong := [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]:
         raise CheckpointError(
             f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
             f"{few(wrong, separator='; ')}. {AGAIN}"
@@ -291,7 +289,7 @@ def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[s
 
 
 def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Checkpoint]:
-    """The checkpoint in ``folder``, and its format; an error says which files are ``changed``, too."""
+    """The format of ``folder``, and what its files hold; a refusal names those that are ``changed``, too."""
     try:
         format_ = format_of(folder)
         return format_, format_.read(folder)
@@ -301,13 +299,14 @@ def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Check
         raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
 
 
-def _shared(tensors: dict[str, Weight], shared: Iterable[Sequence[str]]) -> Mapping[str, Weight]:
-    """``tensors`` in which what was one stored constant is one again: formats may write it once."""
+def _shared_again(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]) -> Mapping[str, Weight]:
+    """``tensors`` by role, in which what was one stored constant is one again: formats may write it once."""
+    by_role = dict(tensors)
     for first, *others in shared:
         for role in others:
-            if first in tensors and role in tensors and same_weight(tensors[first], tensors[role]):
-                tensors[role] = tensors[first]
-    return MappingProxyType(tensors)
+            if first in by_role and role in by_role and same_weight(by_role[first], by_role[role]):
+                by_role[role] = by_role[first]
+    return MappingProxyType(by_role)
 
 
 def _another_geometry(config: Config, record: Mapping[str, Any]) -> Iterator[str]:
@@ -327,13 +326,13 @@ def _files_of_tensors(place: Path) -> dict[str, Path]:
     return {name: place / name for name in names}
 
 
-def _implied(place: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+def _implied(place: Path, checkpoint: Checkpoint, known_as: str | None) -> dict[str, Any]:
     """What a record would say of a directory that has none: its name, and how it holds numbers."""
     size = sum(path.stat().st_size for path in _files_of_tensors(place).values())
     source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
     return {
         "tool": {"version": None},
-        "known_as": checkpoint.architecture.known_as(checkpoint.config),
+        "known_as": known_as,
         "source": {**source, "provenance": {}},
         "dtype": checkpoint.dtype,
         "activations": {role: to_builtins([*pair]) for role, pair in checkpoint.activations.items()},

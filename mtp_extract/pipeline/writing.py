@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -81,14 +81,8 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
     Roles that share a weight share its codes.
     """
     layout = format_.name
-    rules = EVERY[layout].rules
+    _require_rule(layout, name)
     rule = RULES[name]
-    if name not in rules:
-        raise UnsupportedError(
-            f"The {layout} format holds no codes that {name} makes"
-            + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
-            remedies=("quantize",) if rules else ("format",),
-        )
     tensors = dict(checkpoint.tensors)
     rounded = dict[int, Weight]()
     for role in _rounded_roles(checkpoint, format_, dtype):
@@ -105,6 +99,17 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
             remedies=("quantize", "format"),
         )
     return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
+def _require_rule(layout: str, name: str) -> None:
+    """Raise UnsupportedError where the format called ``layout`` holds no codes of the rule ``name``."""
+    rules = EVERY[layout].rules
+    if name not in rules:
+        raise UnsupportedError(
+            f"The {layout} format holds no codes that {name} makes"
+            + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
+            remedies=("quantize",) if rules else ("format",),
+        )
 
 
 def _rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
@@ -140,7 +145,6 @@ def write(
     Raises:
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
     """
-    config = planned.checkpoint.config
     rules = [weight.rule for weight in planned.checkpoint.tensors.values() if weight.rule]
     remarks = list(notes)
     if rules:
@@ -149,17 +153,7 @@ def write(
         tick = counter(progress, sum(tensor.length for file in planned.files for tensor in file.tensors))
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
         _compare_written(planned, stage, compare_rounded)
-        record = {
-            "format_version": 5,
-            "tool": {"name": "mtp-extract", "version": __version__},
-            **origin,
-            "layout": planned.layout,
-            "dtype": planned.dtype,
-            "rounded": planned.rounded,
-            "rule": rules[0] if rules else None,
-            "geometry": config.as_json(),
-            "files": files,
-        }
+        record = _record_of(planned, origin, rules[0] if rules else None, files)
         # The card is made of the record, which lists it.
         files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
@@ -168,10 +162,25 @@ def write(
             directory=target,
             files={name: (stage / name).stat().st_size for name in files_in(stage)},
             record=record,
-            parameters=sum(map(math.prod, shapes_of(config).values())),
+            parameters=sum(map(math.prod, shapes_of(planned.checkpoint.config).values())),
             integers=sum(stored_as.how == CODES for stored_as in planned.stored.values()),
             notes=(*remarks, *planned.notes, *planned.limits),
         )
+
+
+def _record_of(planned: Plan, origin: Mapping[str, Any], rule: str | None, files: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``extraction.json``, in the order in which it is written."""
+    return {
+        "format_version": 5,
+        "tool": {"name": "mtp-extract", "version": __version__},
+        **origin,
+        "layout": planned.layout,
+        "dtype": planned.dtype,
+        "rounded": planned.rounded,
+        "rule": rule,
+        "geometry": planned.checkpoint.config.as_json(),
+        "files": files,
+    }
 
 
 def _compare_written(planned: Plan, stage: Path, compare_rounded: bool) -> None:
@@ -199,11 +208,15 @@ def convert_checkpoint(
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
     planned = prepare(read.checkpoint, chosen, plan)
-    before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
-    lost = ", ".join(word for word in before if word not in planned.rounded)
-    note = f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
-    notes = [*read.checkpoint.notes, *([note] if lost else [])]
+    notes = [*read.checkpoint.notes, *_earlier_rounding(read, planned)]
     return write(planned, target, origin_of(read, planned), notes, **to, progress=progress)
+
+
+def _earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
+    """A note, where the weights were rounded on the way here to what they would not be rounded to now."""
+    before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
+    if lost := ", ".join(word for word in before if word not in planned.rounded):
+        yield f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
 
 
 def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
