@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.hub.upload import UploadResult
     from mtp_extract.pipeline.writing import ExtractionResult
+    from mtp_extract.progress import Reporter
     from mtp_extract.report.card import CardWords
     from mtp_extract.serving.plan import BenchPlan
     from mtp_extract.tuning.plan import TuningPlan
@@ -42,6 +43,7 @@ __all__ = [
     "ExtractionResult",
     "MtpExtractError",
     "Opened",
+    "Reporter",
     "Shard",
     "TuningPlan",
     "UploadResult",
@@ -66,6 +68,7 @@ _MODULES = {
     "ExtractionResult": "pipeline.writing",
     "MtpExtractError": "errors",
     "Opened": "bundle",
+    "Reporter": "progress",
     "Shard": "bundle",
     "TuningPlan": "tuning.plan",
     "UploadResult": "hub.upload",

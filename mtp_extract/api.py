@@ -5,14 +5,12 @@ Each loads what it needs when it is called: this module by itself loads nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.errors import PlanError, UnsupportedError, escape
-from mtp_extract.evaluation.progress import Say, Show, silent
-from mtp_extract.io.source import Progress, nothing_shown
+from mtp_extract.progress import SILENT, Reporter
 
 if TYPE_CHECKING:
     from mtp_extract.bundle import Opened
@@ -46,7 +44,7 @@ def open(  # noqa: A001 - meant to be read with its package
     token: str | bool | None = None,
     section: int | None = None,
     signature: str | None = None,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> Opened:
     """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
@@ -55,14 +53,14 @@ def open(  # noqa: A001 - meant to be read with its package
             several bundles, the one is taken whose header lists a drafter.
         token: for the Hub; by default the one that ``hf auth login`` or ``HF_TOKEN`` left.
         section, signature: index of the drafter's section and key of its signature, where there are several.
-        progress: called with bytes done and bytes in all while a remote range is fetched.
+        reporter: told of the bytes of a remote range that is fetched.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError: as their names say.
     """
     from mtp_extract.bundle import open_bundle
 
-    return open_bundle(source, token=token, section=section, signature=signature, progress=progress)
+    return open_bundle(source, token=token, section=section, signature=signature, reporter=reporter)
 
 
 def inspect(
@@ -71,7 +69,7 @@ def inspect(
     tensors: bool = False,
     graph: bool = False,
     against: PathLike | None = None,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> Inspection | BaseComparison:
     """What a bundle or a checkpoint holds.
 
@@ -81,6 +79,7 @@ def inspect(
         graph: of a bundle: list what every operator is read as, then every role and every other constant.
         against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
             a base's directory or its id on the Hub, from which it is fetched into the Hub's cache.
+        reporter: told of the bytes that are fetched and compared.
 
     Returns:
         An Inspection; of a bundle ``against`` a base's directory a BaseComparison.
@@ -98,8 +97,8 @@ def inspect(
         why = "expected a bundle alone, whose graph is asked for. Leave that out."
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("graph",))
     if is_checkpoint(source):
-        return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, progress=progress)
-    with open_bundle(source, progress=progress, skeleton=against is None) as opened:
+        return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, reporter=reporter)
+    with open_bundle(source, reporter=reporter, skeleton=against is None) as opened:
         if against is None:
             return inspection.inspect(opened, tensors=tensors, graph=graph)
         place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
@@ -108,7 +107,7 @@ def inspect(
             raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
         from mtp_extract.insertion.comparison import compare_base
 
-        return compare_base(opened, place, progress)
+        return compare_base(opened, place, reporter)
 
 
 def extract(
@@ -124,7 +123,7 @@ def extract(
     unproven: bool = False,
     section: int | None = None,
     signature: str | None = None,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``.
 
@@ -140,7 +139,7 @@ def extract(
         sliding_window: used only where the file leaves the window to the runtime (1 or more).
         unproven: where the graph cannot be proven, take what can be read of it, and record why it is not proven.
         section, signature: as for :func:`open`, for what is not open yet.
-        progress: called with bytes done and bytes in all.
+        reporter: told of the bytes that are fetched and written.
 
     Raises:
         SourceError, FormatError, UnsupportedError, NoDrafterError, RoleError, OutputError: as their names say;
@@ -159,7 +158,7 @@ def extract(
         unproven=unproven,
         section=section,
         signature=signature,
-        progress=progress,
+        reporter=reporter,
     )
 
 
@@ -172,7 +171,7 @@ def convert(
     codes: bool = False,
     quantize: RuleName | None = None,
     overwrite: bool = False,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` in another format, or the same with other types.
 
@@ -181,7 +180,7 @@ def convert(
             assistant as transformers has it; a ``.gguf``; or an id of the Hub.
         out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
         format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
-        dtype, codes, quantize, overwrite, progress: as for :func:`extract`.
+        dtype, codes, quantize, overwrite, reporter: as for :func:`extract`.
 
     Raises:
         CheckpointError: the directory is damaged, or holds no drafter.
@@ -194,10 +193,10 @@ def convert(
 
     plan = WritingPlan(format, dtype, codes, quantize)
     place = Path(checkpoint_here(directory))
-    return convert_checkpoint(place, out, plan, overwrite=overwrite, progress=progress)
+    return convert_checkpoint(place, out, plan, overwrite=overwrite, reporter=reporter)
 
 
-def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) -> Validation:
+def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
     """Whether a checkpoint is the drafter of its file, and whether it drafts what its base would say.
 
     Args:
@@ -223,9 +222,8 @@ def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) 
             * report: a directory for ``report.html``, ``report.json`` and ``pair.json``
             * overwrite: replace an older report
             * command: how it was asked for, as the report says it
-            * say, show: told what is measured, and how far it is
-            * rescue: told the Validation as far as it came, where an error or a signal ends it
-        tell: told the result before a report of it is written, which a full disk may prevent.
+        reporter: told what is measured, and how far it is; and the Validation before a report of it is written, which a
+            full disk may prevent, or as far as it came, where an error or a signal ends it.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -241,14 +239,14 @@ def validate(plan: ValidationPlan, tell: Callable[[Validation], None] = silent) 
 
     from mtp_extract.validation import page, run
 
-    validation = run.run_validation(plan)
-    tell(validation)
+    validation = run.run_validation(plan, reporter)
+    reporter.measured(validation)
     if plan.report is not None:
         page.write_validation(validation, plan.report, **to)
     return validation
 
 
-def tune(plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callable[[], bool] = lambda: False) -> Outcome:
+def tune(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     """Fit a drafter to its base, or make a new head; measure it before and after; save what is better.
 
     Args:
@@ -279,10 +277,9 @@ def tune(plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callabl
             * device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs
             * force: save the result even if it is not better
             * overwrite: replace a checkpoint of ours
-        say: told what is being done.
-        tell: called after every batch of text and every step.
-        stop: asked after every step: what is best so far is then measured, and saved if it is better, marked as
-            interrupted; a later run with the same plan resumes there.
+        reporter: told after every batch of text and every step, after which it is asked whether to stop: what is best
+            so far is then measured, and saved if it is better, marked as interrupted; a later run with the same plan
+            resumes there.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -293,7 +290,7 @@ def tune(plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callabl
     require("torch", "transformers", "accelerate")
     from mtp_extract.tuning.run import run_tuning
 
-    return run_tuning(plan, say, tell, stop)
+    return run_tuning(plan, reporter)
 
 
 def insert(
@@ -307,9 +304,7 @@ def insert(
     section: int | None = None,
     overwrite: bool = False,
     force: bool = False,
-    say: Say = silent,
-    show: Show = silent,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> InsertionResult | InsertionPlan:
     """Put the weights of a checkpoint into a bundle, whose other sections stay as they are.
 
@@ -325,8 +320,7 @@ def insert(
         section: index of the drafter's in ``bundle``, where there are several.
         overwrite: replace ``out`` if it is there.
         force: write although rounding to the bundle's types loses more than a tenth of a role of a base.
-        say, show: told what is measured, and how far it is.
-        progress: called with what is done and what there is to do, in bytes.
+        reporter: told what is measured, and how far it is.
 
     Raises:
         PairError, UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
@@ -347,14 +341,14 @@ def insert(
             f"{escape(bundle)}: expected the bundle that weights go into, found a checkpoint. {advice}"
         )
     source = checkpoint_here(source, or_bundle=True)
-    measuring = {} if base is None else _measuring(source, base, say, show)
+    measuring = {} if base is None else _measuring(source, base, reporter)
     with planned_insertion(
-        source, bundle, **measuring, graph_from=graph_from, section=section, progress=progress
+        source, bundle, **measuring, graph_from=graph_from, section=section, reporter=reporter
     ) as plan:
-        return plan if out is None else plan.write(out, overwrite=overwrite, force=force, progress=progress)
+        return plan if out is None else plan.write(out, overwrite=overwrite, force=force, reporter=reporter)
 
 
-def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
+def _measuring(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
     """What an insertion of ``source`` measures beside ``base``: the drafter's ranges, or what grids cut off."""
     from mtp_extract.evaluation.extras import require
     from mtp_extract.insertion.base_checkpoint import holds_base
@@ -370,16 +364,16 @@ def _measuring(source: str, base: str, say: Say, show: Show) -> dict[str, Any]:
         from mtp_extract.insertion.clipping import measure_cut_off
 
         def cut_off(grids: Grids) -> tuple[float, float]:
-            before, after = (measure_cut_off(model, grids, say=say, show=show) for model in (base, source))
+            before, after = (measure_cut_off(model, grids, reporter=reporter) for model in (base, source))
             return before, after
 
         return {"cut_off": cut_off}
     from mtp_extract.insertion.calibration import measure_ranges
 
-    return {"measure": partial(measure_ranges, source, base, say=say, show=show)}
+    return {"measure": partial(measure_ranges, source, base, reporter=reporter)}
 
 
-def bench(plan: BenchPlan) -> Benchmark:
+def bench(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
     """Measure a running server, with and without its drafter, and what came of its drafts.
 
     An answer that fails is counted, and its prompt left out.
@@ -397,18 +391,18 @@ def bench(plan: BenchPlan) -> Benchmark:
             * concurrency (1 to 64): requests in flight at a time
             * warm_up (0 or more): requests to each server that are not measured
             * chat_template: send prompts as chats, or as text to be continued
-            * say, show: told what is begun, and after each window of all servers how much is done
-            * rescue: told what was measured so far, where an error or a signal ends it
+        reporter: told what is begun, after each window of all servers how much is done, and what was measured so far,
+            where an error or a signal ends it.
 
     Raises:
         MtpExtractError: prompts cannot be read, or a server does not answer as it should.
     """
     from mtp_extract.serving.benchmark import run_benchmark
 
-    return run_benchmark(plan)
+    return run_benchmark(plan, reporter)
 
 
-def diagnose(plan: DoctorPlan, say: Say = silent) -> Diagnosis:
+def diagnose(plan: DoctorPlan, reporter: Reporter = SILENT) -> Diagnosis:
     """Why a server rejects drafts: whether the pair fits, what is expected, what is served, and which fault it is.
 
     Args:
@@ -424,7 +418,7 @@ def diagnose(plan: DoctorPlan, say: Say = silent) -> Diagnosis:
             * drafts (1 to 64): a round; by default as many as the server's counters say, or 3
             * chat_template: apply the base's, if it has one
             * device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs
-        say: told what is being done.
+        reporter: told what is being done.
 
     Raises:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
@@ -437,7 +431,7 @@ def diagnose(plan: DoctorPlan, say: Say = silent) -> Diagnosis:
 
     from mtp_extract.doctor.run import run_diagnosis
 
-    return run_diagnosis(plan, path, say)
+    return run_diagnosis(plan, path, reporter)
 
 
 def upload(

@@ -27,7 +27,7 @@ from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.address import HubAddress
 from mtp_extract.io.file_kinds import FIRST_BYTES_READ, file_kind
 from mtp_extract.io.opening import Named, bundles_at, open_source
-from mtp_extract.io.source import Progress, Region, Source
+from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.container import (
     TFLITE_IDENTIFIER,
     TFLITE_MODEL,
@@ -39,6 +39,7 @@ from mtp_extract.litertlm.container import (
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.skeleton import unpack_skeleton
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
+from mtp_extract.progress import SILENT, Reporter
 
 MODEL_TYPE = "mtp_drafter"
 SIGNATURE = "mtp_drafter"
@@ -307,7 +308,7 @@ def open_bundle(
     source: Named | Source,
     *,
     token: str | bool | None = None,
-    progress: Progress | None = None,
+    reporter: Reporter = SILENT,
     section: int | None = None,
     signature: str | None = None,
     skeleton: bool = False,
@@ -318,7 +319,7 @@ def open_bundle(
         source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched; of a
             repository with several bundles, the one is taken whose header lists a drafter.
         token: as for :func:`open_source`.
-        progress: called with bytes done and bytes in all while a remote range is fetched.
+        reporter: told of the bytes of a remote range that is fetched.
         section, signature: index of the drafter's section and key of its signature, where there are several.
         skeleton: open a skeleton, too: a drafter's model without weights.
 
@@ -330,9 +331,9 @@ def open_bundle(
     """
     bundles = bundles_at(source, token)
     if len(bundles) > 1:
-        opened = _bundle_with_drafter(bundles, token, progress)
+        opened = _bundle_with_drafter(bundles, token, reporter)
     else:
-        opened = _open(bundles[0] if bundles else source, token, progress)
+        opened = _open(bundles[0] if bundles else source, token, reporter)
     if opened.skeleton and not skeleton:
         opened.close()
         why = "is a skeleton without weights: it can be inspected alone. Give the file that it was made of."
@@ -340,8 +341,8 @@ def open_bundle(
     return replace(opened, section=section, signature=signature)
 
 
-def _open(source: Named | Source, token: str | bool | None, progress: Progress | None) -> Opened:
-    opened = open_source(source, token=token, progress=progress)
+def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) -> Opened:
+    opened = open_source(source, token=token, reporter=reporter)
     try:
         if opened.size == 0:
             raise SourceError(
@@ -357,9 +358,7 @@ def _open(source: Named | Source, token: str | bool | None, progress: Progress |
         raise
 
 
-def _bundle_with_drafter(
-    addresses: Sequence[HubAddress], token: str | bool | None, progress: Progress | None
-) -> Opened:
+def _bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter) -> Opened:
     """The one of several bundles of a repository whose header lists a drafter. Of each the header is read, no more.
 
     Raises:
@@ -373,7 +372,7 @@ def _bundle_with_drafter(
     with ExitStack() as stack:
         candidates = list[Opened]()
         for address in addresses:
-            opened, contents[address.name] = _look_into(address, token, progress)
+            opened, contents[address.name] = _look_into(address, token, reporter)
             if opened is not None:
                 candidates.append(stack.enter_context(opened))
         if len(candidates) == 1:
@@ -388,10 +387,10 @@ def _bundle_with_drafter(
     )
 
 
-def _look_into(address: HubAddress, token: str | bool | None, progress: Progress | None) -> tuple[Opened | None, str]:
+def _look_into(address: HubAddress, token: str | bool | None, reporter: Reporter) -> tuple[Opened | None, str]:
     """The bundle at ``address``, where its header lists a drafter; and what it lists, or why it cannot be read."""
     try:
-        opened = _open(address, token, progress)
+        opened = _open(address, token, reporter)
     except (FormatError, TruncatedError, UnsupportedError) as error:
         # Another may be sound: an NPU's may be of a version that this release does not read.
         return None, str(error).removeprefix(f"{address.name}: ").partition(". ")[0]

@@ -33,6 +33,7 @@ from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluation.base_model import load_base
+from mtp_extract.progress import Reporter
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.trees import DraftTree
 from mtp_extract.tuning.plan import TuningPlan
@@ -192,6 +193,17 @@ def by_context(pair: Pair, page: Page, rounds: int, lengths: Sequence[int]) -> I
         yield str(length), *numbers, f"{(draft + verify) / alone:.2f}", peak(pair.device)
 
 
+class _StepTimes(Reporter):
+    """Notes when each step of a training ends."""
+
+    def __init__(self, ends: list[float]) -> None:
+        self._ends = ends
+
+    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+        if part.startswith("step"):
+            self._ends.append(time.monotonic())
+
+
 def tuning(page: Page, root: Path, drafter: Path, device: str) -> Iterator[Row]:
     """Steps a second of a tuning, from the end of its first to the end of its last."""
     for mode in ("norms", "float"):
@@ -203,11 +215,7 @@ def tuning(page: Page, root: Path, drafter: Path, device: str) -> Iterator[Row]:
         settings |= {"mode": mode, "device": device, "force": True}
         plan = TuningPlan(drafter, str(root / "base"), root / f"tuned-{mode}", root / "work", **settings)
 
-        def tell(line: str, done: int, total: int, ends: list[float] = times) -> None:
-            if line.startswith("step"):
-                ends.append(time.monotonic())
-
-        run_tuning(plan, tell=tell)
+        run_tuning(plan, _StepTimes(times))
         a_second = (len(times) - 1) / (times[-1] - times[0])
         yield mode, f"{a_second:.2f}", str(plan.batch), str(plan.draft_steps), peak(torch.device(device))
 

@@ -24,10 +24,10 @@ from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import EVERY, HEADS, NAMES
 from mtp_extract.io.address import parse_address
-from mtp_extract.io.source import Progress
 from mtp_extract.pipeline.extraction import default_directory
 from mtp_extract.pipeline.inspection import inspect
 from mtp_extract.pipeline.writing import ExtractionResult
+from mtp_extract.progress import Reporter
 from mtp_extract.report.markdown import plain
 
 LARGEST = 2_000_000_000
@@ -70,27 +70,29 @@ def address_of(text: str) -> str:
     raise SourceError(f"Expected ORG/NAME[/FILE] of the Hugging Face Hub, or a URL of its site, found {found}.")
 
 
-def told_by(progress: Callable[..., Any], what: str) -> Progress:
+class PageReporter(Reporter):
     """Shows bytes done on the page's bar, and ends a job whose time is up by raising MtpExtractError."""
-    began = time.monotonic()
 
-    def told(done: int, total: int) -> None:
-        if time.monotonic() - began > LONGEST:
+    def __init__(self, progress: Callable[..., Any], what: str) -> None:
+        self._progress = progress
+        self._what = what
+        self._began = time.monotonic()
+
+    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+        if time.monotonic() - self._began > LONGEST:
             late = f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept."
             raise MtpExtractError(f"{late} Try again, or extract it on a machine of yours, with mtp-extract.")
-        progress(done / total if total else 0, desc=f"{what}: {size(done)} of {size(total)}")
-
-    return told
+        self._progress(number / total if total else 0, desc=f"{self._what}: {size(number)} of {size(total)}")
 
 
-def written(address: str, choice: str, folder: Path, token: str | None, told: Progress) -> ExtractionResult:
+def written(address: str, choice: str, folder: Path, token: str | None, reporter: Reporter) -> ExtractionResult:
     """Extract the drafter of ``address`` into ``folder``, for the engine or format ``choice``.
 
     Raises:
         MtpExtractError: what the library refuses, or a limit of this page.
     """
     # Without a token of the user's none is sent, rather than that of whoever runs this page.
-    with mtp_extract.open(address, token=token or False, progress=told) as bundle:
+    with mtp_extract.open(address, token=token or False, reporter=reporter) as bundle:
         # Raises what is wrong with it, where looking only says so.
         bundle.drafter()
         drafter = inspect(bundle).report["drafter"]
@@ -99,7 +101,9 @@ def written(address: str, choice: str, folder: Path, token: str | None, told: Pr
                 f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {size(largest)}. Extract it on a "
                 "machine of yours, with mtp-extract."
             )
-        return mtp_extract.extract(bundle, folder / default_directory(bundle.source.name), format=choice, progress=told)
+        return mtp_extract.extract(
+            bundle, folder / default_directory(bundle.source.name), format=choice, reporter=reporter
+        )
 
 
 def bundle_in_words(found: Mapping[str, Any]) -> str:
@@ -144,8 +148,8 @@ def look(
 ) -> tuple[str, gr.Accordion, str]:
     """What the bundle holds, or why that cannot be said."""
     try:
-        told = told_by(progress, "Reading its header")
-        with mtp_extract.open(address_of(source), token=(token and token.token) or False, progress=told) as bundle:
+        reporter = PageReporter(progress, "Reading its header")
+        with mtp_extract.open(address_of(source), token=(token and token.token) or False, reporter=reporter) as bundle:
             found = inspect(bundle).report
     except MtpExtractError as error:
         return "", gr.Accordion(visible=False), refused(error)
@@ -164,8 +168,8 @@ def extract(
     remove(kept)
     folder, began = tempfile.mkdtemp(prefix="mtp-space-"), time.monotonic()
     try:
-        told = told_by(progress, "Fetching and writing")
-        made = written(address_of(source), choice, Path(folder), token and token.token, told)
+        reporter = PageReporter(progress, "Fetching and writing")
+        made = written(address_of(source), choice, Path(folder), token and token.token, reporter)
     except MtpExtractError as error:
         remove(folder)
         gone = gr.Accordion(visible=False)

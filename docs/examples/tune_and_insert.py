@@ -12,6 +12,15 @@ from safetensors.numpy import load_file
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
+
+class Printed(mtp_extract.Reporter):
+    """Prints what is begun."""
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        print(text)
+
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("bundle", nargs="?", default=sample_bundle(), help="the bundle with the drafter")
 parser.add_argument("base", nargs="?", default=str(sample_base()), help="the model that it drafts for")
@@ -25,7 +34,7 @@ bundle = options.pop("bundle")
 made = mtp_extract.extract(bundle, "drafter", dtype="f32", overwrite=True)
 # Forced, so that there is something to insert: else only what is shown to be better is written.
 plan = mtp_extract.TuningPlan(made.directory, force=True, overwrite=True, **options)
-tuned = mtp_extract.tune(plan, say=print)
+tuned = mtp_extract.tune(plan, Printed())
 for reason in tuned.refused:
     print(f"not shown to be better: {reason}")
 

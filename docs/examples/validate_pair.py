@@ -11,6 +11,15 @@ from pathlib import Path
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
+
+class Printed(mtp_extract.Reporter):
+    """Prints what is begun."""
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        print(text)
+
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("source", nargs="?", default=str(sample_bundle()), help="the bundle with the drafter")
 parser.add_argument("base", nargs="?", default=str(sample_base()), help="the model that it drafts for")
@@ -28,9 +37,8 @@ plan = mtp_extract.ValidationPlan(
     new_tokens=arguments.new_tokens,
     report=Path("report"),
     overwrite=True,
-    say=print,
 )
-mtp_extract.validate(plan)
+mtp_extract.validate(plan, Printed())
 
 report = json.loads(Path("report/report.json").read_text(encoding="utf-8"))
 print(report["verdict"])

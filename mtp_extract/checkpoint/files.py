@@ -23,7 +23,6 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
 from mtp_extract.errors import OutputError, escape
 from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
-from mtp_extract.io.source import Advance
 from mtp_extract.io.threads import check_interrupted
 
 _READ = 1 << 18
@@ -109,7 +108,7 @@ def read_header(path: Path) -> Mapping[str, StoredTensor]:
     return CONTAINERS[path.suffix].read_tensors(path)
 
 
-def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: None) -> dict[str, Any]:
+def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Write ``file`` into ``folder`` and read it back; its size and SHA-256, as a record has them.
 
     Args:
@@ -140,7 +139,7 @@ def write_file(folder: Path, file: OutputFile, advance: Advance = lambda done: N
     return {"size": len(header) + data_size, "sha256": sha256}
 
 
-def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, advance: Advance) -> str:
+def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, advance: Callable[[int], None]) -> str:
     """Write a file of ``size`` bytes; their XXH3-128."""
     offset = 0
     digest = xxh3_128()

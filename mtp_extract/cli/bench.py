@@ -9,7 +9,8 @@ from click import Argument, FloatRange, IntRange, Option
 
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import API_KEY, AS_JSON, MODEL, PROMPTS
-from mtp_extract.cli.terminal import doing_unless, progress_lines, say_report, write_json
+from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.cli.terminal import say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
 _OPTIONS = (
@@ -49,15 +50,9 @@ def bench_command(*, print_json: bool, **values: Any) -> None:
         else:
             say_report(plain_json(benchmark), [benchmark_table(benchmark)])
 
-    saved = list[Benchmark]()
-    try:
-        # Nothing is printed within: the bar is gone when the verdict comes.
-        with progress_lines(print_json, "window") as show:
-            result = bench(BenchPlan(**values, say=doing_unless(print_json), show=show, rescue=saved.append))
-    except BaseException:
-        for measured in saved:
-            print_result(measured)
-        raise
+    # Nothing is printed within: the bar is gone when the verdict comes.
+    with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
+        result = bench(BenchPlan(**values), reporter)
     print_result(result)
 
 

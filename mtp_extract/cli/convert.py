@@ -10,8 +10,8 @@ from click import Argument, BadParameter, Option
 
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import AS_JSON, OVERWRITE, PATH, WRITING
+from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import show_written
-from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_in
 
@@ -40,8 +40,8 @@ def convert_command(directory: Path, out: Path | None, *, print_json: bool, **va
 
     from mtp_extract.api import convert
 
-    with progress(quiet=print_json) as tick:
-        result = convert(directory, out, **values, progress=tick)
+    with TerminalReporter(quiet=print_json) as reporter:
+        result = convert(directory, out, **values, reporter=reporter)
     record = result.record
     what = architecture_in(record["layout"]).title
     before = escape(record["converted_from"][-1]["layout"])

@@ -10,7 +10,8 @@ from click import Argument, IntRange, Option
 
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import API_KEY, AS_JSON, CHAT_TEMPLATE, DEVICE, MODEL, PROMPTS, base_option
-from mtp_extract.cli.terminal import doing_unless, say_report, write_json
+from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.cli.terminal import say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.validation.plan import MOST_STEPS
 
@@ -43,7 +44,8 @@ def doctor_command(*, print_json: bool, **values: Any) -> None:
     from mtp_extract.doctor.verdict import diagnosis_tables
     from mtp_extract.report.page import plain_json
 
-    diagnosis = diagnose(DoctorPlan(**values), doing_unless(print_json))
+    with TerminalReporter(quiet=print_json) as reporter:
+        diagnosis = diagnose(DoctorPlan(**values), reporter)
     if print_json:
         write_json(plain_json(diagnosis))
     else:

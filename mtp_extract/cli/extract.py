@@ -10,8 +10,8 @@ from click import Argument, BadParameter, IntRange, Option
 
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import AS_JSON, OVERWRITE, PATH, WRITING
+from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import found_in, show_written
-from mtp_extract.cli.terminal import progress
 from mtp_extract.errors import escape
 
 _OPTIONS = (
@@ -51,8 +51,8 @@ def extract_command(
     from mtp_extract.litertlm.published import base_model_of
 
     file = sample_bundle() if source is None else source
-    with progress(quiet=print_json) as tick:
-        result = extract(file, out, **values, progress=tick)
+    with TerminalReporter(quiet=print_json) as reporter:
+        result = extract(file, out, **values, reporter=reporter)
     source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
     shape, base = result.record["known_as"], base_model_of(result.record)

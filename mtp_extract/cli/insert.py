@@ -10,8 +10,9 @@ from click import Argument, BadParameter, Option
 
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import AS_JSON, PATH
+from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import say_proof
-from mtp_extract.cli.terminal import doing_unless, progress, progress_lines, say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
@@ -54,18 +55,8 @@ def insert_command(
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
 
-    with progress_lines(print_json, "batch") as show, progress(quiet=print_json) as tick:
-        inserted = insert(
-            source,
-            bundle,
-            out,
-            dry_run=dry_run,
-            force=force,
-            **values,
-            say=doing_unless(print_json),
-            show=show,
-            progress=tick,
-        )
+    with TerminalReporter(quiet=print_json) as reporter:
+        inserted = insert(source, bundle, out, dry_run=dry_run, force=force, **values, reporter=reporter)
     result = inserted if isinstance(inserted, InsertionResult) else None
     plan = inserted.plan if isinstance(inserted, InsertionResult) else inserted
     if print_json:

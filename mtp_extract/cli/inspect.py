@@ -14,8 +14,9 @@ from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import AS_JSON, PATH
+from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_not_proven, say_proof
-from mtp_extract.cli.terminal import progress, say, say_all, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.formats import architecture_in
 
@@ -61,8 +62,8 @@ def inspect_command(
     if skeleton is not None:
         _write_skeleton(source, skeleton, print_json=print_json)
         return
-    with progress(quiet=print_json) as tick:
-        result = inspect(source, tensors=tensors, graph=graph, against=against, progress=tick)
+    with TerminalReporter(quiet=print_json) as reporter:
+        result = inspect(source, tensors=tensors, graph=graph, against=against, reporter=reporter)
     if print_json:
         write_json(result.report if isinstance(result, Inspection) else result.as_json())
     elif not isinstance(result, Inspection):

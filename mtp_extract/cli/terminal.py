@@ -1,6 +1,6 @@
-"""How the commands print: lines, tables, sizes and progress.
+"""How the commands print: lines, tables and sizes.
 
-Results go to stdout, errors and progress to stderr. Names read from files are escaped before they reach a terminal;
+Results go to stdout, errors to stderr. Names read from files are escaped before they reach a terminal;
 in JSON they are strings like any other.
 """
 
@@ -12,29 +12,18 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mtp_extract.errors import LONGEST_NAME, escape
-from mtp_extract.evaluation.progress import Show, silent
-from mtp_extract.io.source import Progress, nothing_shown
 
 if TYPE_CHECKING:
     from mtp_extract.report.page import ReportTable
 
-_BAR = 20
-"""Columns of a bar."""
-_REMEMBERED = 3600.0
-"""Seconds of work by which the time left is estimated: a batch may take minutes."""
-_WORTH_SHOWING = 1 << 26
-"""Bytes."""
 _UNBOUNDED = 1 << 16
 """Characters of a line where it goes to a file."""
 _SHORT = 16
 """Characters of a cell that stays on one line: a number with its unit, an interval."""
-_LINES = 20
-"""Of progress, where there is no terminal to redraw one on."""
 
 
 def _line(stream: TextIO, text: str) -> None:
@@ -100,11 +89,6 @@ def doing(what: str) -> None:
     """On stderr, what a long run is at."""
     _line(sys.stderr, f"{escape(what)} …")
     sys.stderr.flush()
-
-
-def doing_unless(quiet: bool) -> Callable[[str], None]:
-    """:func:`doing`, or where ``quiet`` nothing in its place."""
-    return silent if quiet else doing
 
 
 def size(count: float) -> str:
@@ -179,67 +163,3 @@ def _room(indent: str = "") -> int:
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
         return _UNBOUNDED
     return max(shutil.get_terminal_size().columns - len(indent), 1)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on the terminal that stderr is, with a line beside it; in the end nothing is left of it."""
-    # Half a tenth of a second to import: for who sees it alone.
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    columns = (
-        BarColumn(_BAR, table_column=Column(min_width=_BAR)),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(
-        *columns,
-        console=Console(stderr=True, highlight=False),
-        speed_estimate_period=_REMEMBERED,
-        transient=True,
-        redirect_stdout=False,
-    ) as bar:
-
-        def draw(done: int, total: int, line: str) -> None:
-            task = bar.task_ids[0] if bar.task_ids else bar.add_task(line, total=total)
-            if done < bar.tasks[0].completed:
-                bar.reset(task)  # another part of the work, at another pace
-            bar.update(task, completed=done, total=total, description=line)
-
-        yield draw
-
-
-@contextmanager
-def progress(quiet: bool = False) -> Iterator[Progress]:
-    """How many bytes are done, and the time left, on a terminal and for work worth showing."""
-    if quiet or not sys.stderr.isatty():
-        yield nothing_shown
-        return
-    with _bar() as draw:
-
-        def update(done: int, total: int) -> None:
-            if total >= _WORTH_SHOWING:
-                draw(done, total, f"{size(done)} of {size(total)}")
-
-        yield update
-
-
-@contextmanager
-def progress_lines(quiet: bool = False, unit: str = "") -> Iterator[Show]:
-    """How much of a part is done, redrawn on a terminal, else a line now and then; ``unit`` says of what it is much."""
-    shown = 0
-    on_terminal = sys.stderr.isatty() and not quiet
-    with _bar() if on_terminal else nullcontext(None) as draw:
-
-        def update(part: str, done: int, total: int) -> None:
-            nonlocal shown
-            line = f"{part}: {unit} {done} of {total}" if unit else part
-            if draw is not None:
-                draw(done, total, escape(line))
-            elif (share := _LINES * done // total) != shown:
-                shown = share
-                doing(line)
-
-        yield silent if quiet else update

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, get_args
 
 from click import Argument, Choice, FloatRange, IntRange, Option
 
-from mtp_extract.api import tune
 from mtp_extract.cli._command import Command, run
 from mtp_extract.cli._options import DEVICE, OVERWRITE, PATH, base_option
-from mtp_extract.cli.terminal import doing, error, progress_lines, say, say_notes, table
+from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.cli.terminal import error, say, say_notes, table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, Mode, TuningPlan
 
@@ -99,11 +97,13 @@ def tune_command(**values: Any) -> None:
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
     plan = TuningPlan(**values)
+    from mtp_extract.api import tune
+
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
     try:
-        with progress_lines(not first) as show, _asked_to_stop(tell_so=first) as stop:
-            outcome = tune(plan, doing, show, stop)
+        with _TuningReporter(quiet=not first) as reporter:
+            outcome = tune(plan, reporter)
     except BaseException:
         if first and any(plan.kept_in.glob("*.jsonl")):
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
@@ -117,28 +117,30 @@ def tune_command(**values: Any) -> None:
         sys.exit(1)
 
 
-@contextmanager
-def _asked_to_stop(*, tell_so: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed since this was first asked; twice, it is as everywhere."""
-    asked = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
+class _TuningReporter(TerminalReporter):
+    """Stops the training at Ctrl-C, once it has asked whether to; pressed twice, it is as everywhere."""
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, before)
-        if tell_so:
-            doing("measuring the best so far; Ctrl-C again to keep nothing")
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._is_asked = False
+        self._before = signal.getsignal(signal.SIGINT)
 
-    def stop() -> bool:
+    def is_stopped(self) -> bool:
+        """Whether Ctrl-C was pressed since this was first asked."""
         # A job in the background ignores it, and goes on doing so.
-        if before is not signal.SIG_IGN and not asked.is_set():
-            signal.signal(signal.SIGINT, ask)
-        return asked.is_set()
+        if self._before is not signal.SIG_IGN and not self._is_asked:
+            signal.signal(signal.SIGINT, self._ask)
+        return self._is_asked
 
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        signal.signal(signal.SIGINT, self._before)
+        self.say("measuring the best so far; Ctrl-C again to keep nothing")
+
+    def close(self) -> None:
+        """Take the bar off the screen; Ctrl-C is as it was."""
+        super().close()
+        signal.signal(signal.SIGINT, self._before)
 
 
 def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,8 @@ from click import Argument, IntRange, Option
 
 from mtp_extract.cli._command import Command, command_line, run
 from mtp_extract.cli._options import AS_JSON, CHAT_TEMPLATE, DEVICE, PATH, PROMPTS, WholeNumbers, base_option
-from mtp_extract.cli.terminal import doing_unless, error, progress_lines, say, say_all, say_notes, table, write_json
+from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.cli.terminal import error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.validation.plan import MOST_STEPS, ValidationPlan
 
@@ -68,25 +67,16 @@ def validate_command(*, print_json: bool, **values: Any) -> None:
     from mtp_extract.api import validate
     from mtp_extract.report.page import plain_json
 
-    saved: list[Validation] = []
-    plan = ValidationPlan(**values, command=command_line(), say=doing_unless(print_json), rescue=saved.append)
-    with ExitStack() as bar:
-        show = bar.enter_context(progress_lines(print_json, "batch"))
+    def print_result(validation: Validation) -> None:
+        if print_json:
+            write_json(plain_json(validation))
+        else:
+            _show(validation)
 
-        def print_result(validation: Validation) -> None:
-            # It is printed before the report is written, when the bar may still stand where the verdict would begin.
-            bar.close()
-            if print_json:
-                write_json(plain_json(validation))
-            else:
-                _show(validation)
-
-        try:
-            result = validate(replace(plan, show=show), print_result)
-        except BaseException:
-            for measured in saved:
-                print_result(measured)
-            raise
+    plan = ValidationPlan(**values, command=command_line())
+    # The result is printed before a report of it is written.
+    with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
+        result = validate(plan, reporter)
     if plan.report is not None and not print_json:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if result.refuted:

@@ -20,12 +20,12 @@ from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
 from mtp_extract.errors import escape, several
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.evaluation.progress import Say, silent
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.formats import format_of, read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.litertlm.published import base_model_of
 from mtp_extract.pipeline.check import read_record
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base, compare_needs
@@ -34,7 +34,7 @@ _DRAFTS = 3  # a round, where nothing says how many
 _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transformers"}
 
 
-def run_diagnosis(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis:
+def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) -> Diagnosis:
     """Look at the pair, at what is expected of it, and at what is served.
 
     Args:
@@ -50,7 +50,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis
     serving = None
     if plan.server is not None:
         with Server(plan.server, model=plan.model, key=plan.key) as server:
-            say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
+            reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
             serving = _serving(server, answers)
     drafts = plan.drafts or _drafts_of(answers or ())
@@ -62,7 +62,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis
         "drafts_known": drafts is not None,
     }
 
-    say(f"loading the base {plan.base}")
+    reporter.say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
@@ -73,7 +73,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, say: Say = silent) -> Diagnosis
     if all(check.passed is not False for check in checks):
         generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
         with memory_guard("running the base"):
-            _read_texts(diagnosis, generator, prompts, answers, plan, say)
+            _read_texts(diagnosis, generator, prompts, answers, plan, reporter)
     return judge_diagnosis(diagnosis)
 
 
@@ -83,11 +83,11 @@ def _read_texts(
     prompts: Sequence[Prompt],
     answers: Sequence[Answer] | None,
     plan: DoctorPlan,
-    say: Say,
+    reporter: Reporter,
 ) -> None:
     """Add to ``diagnosis`` what is expected and what was served along the texts of ``prompts``."""
     encoded = [generator.codec.encode(prompt.content, chat_template=plan.chat_template) for prompt in prompts]
-    say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
+    reporter.say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
     chosen = read_samples(generator, encoded, answers, plan)
     diagnosis.notes += _notes(chosen, len(prompts))
     if not chosen:

@@ -31,8 +31,8 @@ from mtp_extract.evaluation.intervals import (
     ratio_bounds,
     share_bounds,
 )
-from mtp_extract.evaluation.progress import Show, report_each, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record
+from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, PerAnchor, read_texts, teacher_forced
 
@@ -40,14 +40,14 @@ Asked = tuple[Drafter, int, bool]  # how many drafts after every token; whether 
 
 
 def measure_agreements(
-    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
+    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> list[Agreement]:
     """What each of ``asked`` drafts along all texts, which the base reads once; PairError if all are too short."""
     usable = written.usable or range(len(written.texts))
     batches = groups([len(written.texts[index].tokens) for index in usable], batch)
     parts = [
         _measure_batch(base, asked, written, [usable[position] for position in group])
-        for group in report_each(batches, show, "drafts after every token")
+        for group in report_each(batches, reporter, "drafts after every token")
     ]
     return [Agreement.joined(of_drafter) for of_drafter in zip(*parts, strict=True)]
 

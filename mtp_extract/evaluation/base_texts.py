@@ -12,8 +12,8 @@ from torch.nn.utils import rnn
 
 from mtp_extract.errors import PairError
 from mtp_extract.evaluation.intervals import find_repeats
-from mtp_extract.evaluation.progress import Say, Show, report_each, silent
 from mtp_extract.evaluation.prompts import Prompt
+from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
@@ -63,7 +63,7 @@ def continue_prompts(
     batch: int,
     temperature: float = 0.0,
     seed: int = 0,
-    show: Show = silent,
+    reporter: Reporter = SILENT,
 ) -> list[tuple[int, ...]]:
     """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
@@ -71,7 +71,7 @@ def continue_prompts(
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     continuations: dict[int, tuple[int, ...]] = {}
     batches = groups(list(map(len, prompts)), batch)
-    for number, group in enumerate(report_each(batches, show, "the base's text")):
+    for number, group in enumerate(report_each(batches, reporter, "the base's text")):
         written = _generate(base, [prompts[index] for index in group], seed + (number << 20), options)
         continuations.update(zip(group, written, strict=True))
     return [continuations[index] for index in range(len(prompts))]
@@ -116,13 +116,12 @@ def write_texts(
     new_tokens: int,
     batch: int,
     chat_template: bool,
-    say: Say = silent,
-    show: Show = silent,
+    reporter: Reporter = SILENT,
 ) -> Continuations:
     """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
     encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
     require_context(base, encoded, new_tokens)
-    say(f"continuing {len(prompts)} prompts with the base alone")
-    written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, show=show)
+    reporter.say(f"continuing {len(prompts)} prompts with the base alone")
+    written = continue_prompts(base, encoded, new_tokens=new_tokens, batch=batch, reporter=reporter)
     texts = (Text((*prompt, *new), len(prompt)) for prompt, new in zip(encoded, written, strict=True))
     return Continuations(tuple(prompts), tuple(texts))

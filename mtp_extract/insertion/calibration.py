@@ -15,25 +15,25 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.agreement import measure_agreements
 from mtp_extract.evaluation.base_model import load_base, memory_guard
 from mtp_extract.evaluation.base_texts import write_texts
-from mtp_extract.evaluation.progress import Say, Show
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
 from mtp_extract.insertion.activations import Range, Ranges
+from mtp_extract.progress import Reporter
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 _NEW_TOKENS, _BATCH = 48, 16
 _STEPS = 4  # drafts after each token: later ones start from the drafter's own state
 
 
-def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, show: Show) -> Ranges:
+def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Reporter) -> Ranges:
     """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
 
     Args:
-        show: told after each batch of text, and after each text that was drafted along.
+        reporter: told after each batch of text, and after each text that was drafted along.
 
     Raises:
         MtpExtractError: the pair does not fit, or does not fit into memory.
     """
-    say(f"loading the base {base}")
+    reporter.say(f"loading the base {base}")
     loaded = load_base(base)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
@@ -54,12 +54,11 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, say: Say, sh
             new_tokens=_NEW_TOKENS,
             batch=_BATCH,
             chat_template=True,
-            say=say,
-            show=show,
+            reporter=reporter,
         )
-        say("drafting after every token of them")
+        reporter.say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
-        measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, show=show)
+        measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, reporter=reporter)
     return {role: _ranges_of(torch.stack(ends)) for role, ends in ends_of_role.items()}
 
 

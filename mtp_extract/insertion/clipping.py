@@ -12,23 +12,23 @@ from torch import Tensor
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.evaluation.base_model import load_base, memory_guard
-from mtp_extract.evaluation.progress import Say, Show, report_each
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
 from mtp_extract.insertion.activations import Grids
+from mtp_extract.progress import Reporter, report_each
 from mtp_extract.speculate.codec import Codec
 
 _MOST_TOKENS = 512  # of a prompt
 _ENDS = {"int8": (-128, 127), "int16": (-32768, 32767), "uint8": (0, 255)}
 
 
-def measure_cut_off(directory: str, grids: Grids, *, say: Say, show: Show) -> float:
+def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> float:
     """The share of the numbers, of all that go into the matrices of the base in ``directory`` and come out, that lie
     beyond the grids which a bundle has for them. The base reads our own prompts, in its own type, without any grid.
 
     Raises:
         MtpExtractError: it cannot be loaded, or does not fit into memory.
     """
-    say(f"loading the base {directory}")
+    reporter.say(f"loading the base {directory}")
     loaded = load_base(directory)
     counts = _Counts()
     # The model goes with this function, and its hooks with it.
@@ -37,7 +37,7 @@ def measure_cut_off(directory: str, grids: Grids, *, say: Say, show: Show) -> fl
     codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
     texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
     with memory_guard("running the base"), torch.inference_mode():
-        for text in report_each(texts, show, "texts read"):
+        for text in report_each(texts, reporter, "texts read"):
             loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
     return counts.beyond / counts.numbers if counts.numbers else 0.0
 

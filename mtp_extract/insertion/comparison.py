@@ -27,9 +27,9 @@ from mtp_extract.insertion.encoding import least_lost
 from mtp_extract.insertion.fit import check_base
 from mtp_extract.insertion.loss import MOST_LOST
 from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
-from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
+from mtp_extract.progress import SILENT, Reporter, counter
 
 EQUAL = "equal"
 HALF_STEP = "within half a step"
@@ -94,7 +94,7 @@ class BaseComparison:
         return asdict(self) | {"checkpoint": str(self.checkpoint), "verdicts": self.counts}
 
 
-def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_shown) -> BaseComparison:
+def compare_base(opened: Opened, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
     """Hold the base in ``opened`` against the checkpoint in ``directory``.
 
     Raises:
@@ -102,16 +102,16 @@ def compare_base(opened: Opened, directory: Path, progress: Progress = nothing_s
     """
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
-    verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], progress)
+    verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], reporter)
     nowhere = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
     return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
-def compare_slots(matches: Sequence[Match], progress: Progress = nothing_shown) -> list[RoleVerdict]:
+def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list[RoleVerdict]:
     """How far what the bundle holds of each role is from its weight."""
     slots = [slot for match in matches for slot in match.slots]
-    tick = counter(progress, sum(math.prod(slot.new.shape) for slot in slots))
+    tick = counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
     differ = set[Slot]()
     wrong = set[Slot]()
 

@@ -8,7 +8,7 @@ the rule's where that loses less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from mtp_extract.checkpoint.rounding import SCALES, rounded_again
 from mtp_extract.checkpoint.weight import same_weight, unfold_factor
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
 from mtp_extract.insertion.slots import Slot, are_alike, over_rows, relative_error, squares
-from mtp_extract.io.source import Advance
 from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
 
 KEPT = "kept"
@@ -143,7 +142,7 @@ class Encoding:
         return self.written.get((first, last)) or xxh3_128_hexdigest(self.data(first, last))
 
 
-def encode(slots: Sequence[Slot], advance: Advance = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
+def encode(slots: Sequence[Slot], advance: Callable[[int], None] = lambda _: None) -> dict[str, tuple[Encoding, ...]]:
     """What becomes of each of ``slots``, by role; ``advance`` is told how many elements were read.
 
     Raises:
@@ -197,7 +196,9 @@ def _without_rounding(slot: Slot, changed: bool) -> Encoding | None:
     return None if scales is None else Encoding(slot, AS_CODES, scales)
 
 
-def _rounded(slots: Sequence[Slot], leaders: Mapping[Slot, Slot], advance: Advance) -> dict[Slot, Encoding | None]:
+def _rounded(
+    slots: Sequence[Slot], leaders: Mapping[Slot, Slot], advance: Callable[[int], None]
+) -> dict[Slot, Encoding | None]:
     """What becomes of ``slots`` whose weights are to be rounded; each with scales of its own, or of its leader.
 
     Raises:

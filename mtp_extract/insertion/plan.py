@@ -20,9 +20,10 @@ from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.slots import Location, Slot, over_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
-from mtp_extract.io.source import Progress, Source, counter, nothing_shown
+from mtp_extract.io.source import Source
 from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
+from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
 
 NewBytes = bytes | memoryview
@@ -67,7 +68,7 @@ class InsertionPlan:
         return self.losses.refusal(self.source.name) if self.of_base and self.overlays else None
 
     def write(
-        self, out: PathLike, *, overwrite: bool = False, force: bool = False, progress: Progress = nothing_shown
+        self, out: PathLike, *, overwrite: bool = False, force: bool = False, reporter: Reporter = SILENT
     ) -> InsertionResult:
         """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
 
@@ -83,7 +84,7 @@ class InsertionPlan:
             raise refusal
         target = Path(out)
         with staged(target, overwrite=overwrite, inputs=self.inputs) as stage:
-            write_copy(stage, self.source, counter(progress, self.source.size), self._fill)
+            write_copy(stage, self.source, counter(reporter, "writing", self.source.size), self._fill)
             proof = self.check(stage)
         notes = list(self.notes)
         # LiteRT-LM (XNNPACK) takes packed weights of a file of the same name, second and size for those of the new one.

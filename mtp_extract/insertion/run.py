@@ -25,11 +25,11 @@ from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Location, Slot, match_roles
 from mtp_extract.io.opening import checkpoint_here, is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
 
 
@@ -42,7 +42,7 @@ def planned_insertion(
     cut_off: Callable[[Grids], tuple[float, float]] | None = None,
     graph_from: PathLike | None = None,
     section: int | None = None,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> Iterator[InsertionPlan]:
     """Plan to put the weights of ``source`` into ``bundle``; arguments are those of :func:`mtp_extract.insert`.
 
@@ -64,7 +64,7 @@ def planned_insertion(
                 why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
                 raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
-            yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, progress)
+            yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, reporter)
             return
         template = None
         if is_checkpoint(source):
@@ -147,7 +147,7 @@ def _plan_base(
     opened: Opened,
     inputs: tuple[PathLike | None, ...],
     cut_off: Callable[[Grids], tuple[float, float]] | None,
-    progress: Progress,
+    reporter: Reporter,
 ) -> InsertionPlan:
     if checkpoint.unknown:
         raise CheckpointError(
@@ -156,7 +156,7 @@ def _plan_base(
         )
     slots = _slots_of_base(opened, checkpoint)
     notes = [*opened.remarks]
-    encodings = encode(slots, counter(progress, sum(math.prod(slot.new.shape) for slot in slots)))
+    encodings = encode(slots, counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots)))
     written = tuple(overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)

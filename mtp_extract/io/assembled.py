@@ -9,7 +9,7 @@ from pathlib import Path
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.io.files import new_file, read_back_error, write_all
-from mtp_extract.io.source import Advance, LocalSource, Region, Source
+from mtp_extract.io.source import LocalSource, Region, Source
 from mtp_extract.io.threads import on_all_cores
 
 Put = Callable[[int, bytes | memoryview], None]
@@ -50,7 +50,10 @@ class Assembled(Source):
 
 
 def write_copy(
-    path: Path, source: Source, advance: Advance = lambda _: None, fill: Callable[[Put], None] = lambda _: None
+    path: Path,
+    source: Source,
+    advance: Callable[[int], None] = lambda _: None,
+    fill: Callable[[Put], None] = lambda _: None,
 ) -> None:
     """Write the new file ``path``: what ``fill`` writes, from any thread, elsewhere ``source``. Read it and compare.
 

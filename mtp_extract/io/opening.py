@@ -14,7 +14,8 @@ from mtp_extract.errors import CheckpointError, SourceError, escape, few
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, cached_address, parse_address
 from mtp_extract.io.http_library import FaultError, faults, without_secrets
 from mtp_extract.io.remote import RemoteSource, ask_patiently
-from mtp_extract.io.source import LocalSource, Progress, Source, nothing_shown
+from mtp_extract.io.source import LocalSource, Source
+from mtp_extract.progress import SILENT, Reporter
 
 _LARGEST = 4_000_000_000
 """Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
@@ -31,7 +32,7 @@ Named = str | os.PathLike[str] | HubAddress
 """How a user, or an address that was read before, names a file."""
 
 
-def open_source(source: Named | Source, *, token: str | bool | None = None, progress: Progress | None = None) -> Source:
+def open_source(source: Named | Source, *, token: str | bool | None = None, reporter: Reporter = SILENT) -> Source:
     """Open what the user named, as bytes.
 
     Args:
@@ -39,21 +40,20 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, prog
             bundle in it; a URL of the Hub's site, or any other; or an address. What is open already is returned as
             it is.
         token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
-        progress: called with bytes done and bytes in all while a remote range is fetched ahead.
+        reporter: told of the bytes of a remote range that is fetched ahead.
 
     Raises:
         SourceError: it does not exist, or cannot be read or reached, or its server sends no ranges.
     """
     if isinstance(source, Source):
         return source
-    progress = progress or nothing_shown
     if address := _address_of(source):
-        return _open_hub(address, token, progress)
+        return _open_hub(address, token, reporter)
     assert not isinstance(source, HubAddress)
     text = os.fspath(source)
     if "://" not in text and os.path.lexists(text):
         return _open_local(Path(text))
-    return RemoteSource(public_url(text), text, False, None, progress) if "://" in text else LocalSource(text)
+    return RemoteSource(public_url(text), text, False, None, reporter) if "://" in text else LocalSource(text)
 
 
 def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
@@ -103,7 +103,7 @@ def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
     return source
 
 
-def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress) -> Source:
+def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter) -> Source:
     """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file.
 
     The Hub is asked once for the file's commit, size and ETag. Ranges are requested of the file's address at that
@@ -135,7 +135,7 @@ def _open_hub(address: HubAddress, token: str | bool | None, progress: Progress)
         if copy := copy_of(commit):
             return copy
     pinned = hf_hub_url(repository, path, revision=commit)
-    remote = RemoteSource(name, pinned, token, metadata.size, progress)
+    remote = RemoteSource(name, pinned, token, metadata.size, reporter)
     remote.provenance = address.record(commit, metadata.etag)
     return remote
 

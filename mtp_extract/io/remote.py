@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
 from mtp_extract.io.http_library import FaultError, faults
-from mtp_extract.io.source import FileSource, Progress, nothing_shown
+from mtp_extract.io.source import FileSource
+from mtp_extract.progress import BYTES, SILENT, Reporter
 
 _T = TypeVar("_T")
 
@@ -44,13 +45,13 @@ class RemoteSource(FileSource):
         name: of the file, safe to print; ``url`` is not shown.
         token: for the Hub, as for :func:`~mtp_extract.io.opening.open_source`.
         size: bytes that it has, where that is known.
-        progress: called with bytes done and bytes in all while a prefetched range arrives.
+        reporter: told of the bytes of a prefetched range that arrived.
 
     Raises SourceError: refused, gone, changed, without ranges or a validator, or not reachable.
     """
 
     def __init__(
-        self, name: str, url: str, token: str | bool | None, size: int | None = None, progress: Progress = nothing_shown
+        self, name: str, url: str, token: str | bool | None, size: int | None = None, reporter: Reporter = SILENT
     ) -> None:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
@@ -58,7 +59,7 @@ class RemoteSource(FileSource):
         self._told: dict[str, Any] = {} if size is None else {"size": size}  # by the first answer, and by all
         # A compressed answer would have other offsets.
         self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
-        self._url, self._progress = url, progress
+        self._url, self._reporter = url, reporter
         self._here: set[int] = set()  # numbers of the blocks in the file
         self._lock = threading.Lock()
         try:
@@ -82,7 +83,11 @@ class RemoteSource(FileSource):
     def prefetch(self, offset: int, length: int) -> None:
         """Fetch what is missing of a range, in one request, so that reading it costs none."""
         self.check(offset, length)
-        self._fetch(offset, length, lambda end: self._progress(min(max(end - offset, 0), length), length))
+
+        def show(end: int) -> None:
+            self._reporter.done("fetching", min(max(end - offset, 0), length), length, BYTES)
+
+        self._fetch(offset, length, show)
 
     def _fetch(self, offset: int, length: int, show: Callable[[int], None] = lambda end: None) -> None:
         """Fetch the blocks of a range that are not here; after a fault that may go away, what is missing then."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,32 +20,10 @@ from typing import BinaryIO
 
 from mtp_extract.errors import SourceError, TruncatedError, escape
 from mtp_extract.io.files import open_regular
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes done since the last call, from any thread."""
+from mtp_extract.progress import BYTES, SILENT, Reporter
 
 _PAGE = 1 << 15
 _HASHED_AT_ONCE = 1 << 22
-
-
-def nothing_shown(done: int, total: int) -> None:
-    """The progress that nobody looks at."""
-
-
-def counter(progress: Progress, total: int) -> Advance:
-    """What adds up the bytes done, and calls ``progress`` with the sum, ``total`` at the most."""
-    done, one_at_a_time = 0, threading.Lock()
-
-    def tick(count: int) -> None:
-        nonlocal done
-        with one_at_a_time:
-            done += count
-            progress(min(done, total), total)
-
-    return tick
 
 
 class Source(AbstractContextManager["Source"]):
@@ -81,12 +58,12 @@ class Source(AbstractContextManager["Source"]):
     def prefetch(self, offset: int, length: int) -> None:
         """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
 
-    def sha256(self, progress: Progress = nothing_shown) -> str:
+    def sha256(self, reporter: Reporter = SILENT) -> str:
         """SHA-256 of all bytes, which are read: about 3 seconds a GiB."""
         digest = hashlib.sha256()
         for begin in range(0, self.size, _HASHED_AT_ONCE):
             digest.update(self.read(begin, min(_HASHED_AT_ONCE, self.size - begin)))
-            progress(min(begin + _HASHED_AT_ONCE, self.size), self.size)
+            reporter.done("hashing", min(begin + _HASHED_AT_ONCE, self.size), self.size, BYTES)
         return digest.hexdigest()
 
     def close(self) -> None:

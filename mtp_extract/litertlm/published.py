@@ -12,7 +12,8 @@ from typing import Any
 
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import SourceError
-from mtp_extract.io.source import Progress, Source, nothing_shown
+from mtp_extract.io.source import Source
+from mtp_extract.progress import SILENT, Reporter
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -38,7 +39,7 @@ def known_bundle(source: Source) -> Entry | None:
     return _published(stated_sha256(source.provenance))
 
 
-def compare_with_published(source: Source, progress: Progress = nothing_shown) -> dict[str, Any] | None:
+def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[str, Any] | None:
     """Hash a local file that has the size of a published one, or whose SHA-256 the Hub states, and compare the sums.
 
     Returns:
@@ -53,7 +54,7 @@ def compare_with_published(source: Source, progress: Progress = nothing_shown) -
     stated = stated_sha256(source.provenance)
     if source.path is None or (published is None and stated is None):
         return None
-    computed = source.sha256(progress)
+    computed = source.sha256(reporter)
     if stated not in (None, computed):
         raise SourceError(
             f"{source.name}: expected the SHA-256 {stated}, as the Hub states it, found {computed}. The copy in the "

@@ -22,7 +22,7 @@ from mtp_extract.errors import SourceError, escape
 from mtp_extract.formats import EVERY
 from mtp_extract.io.opening import Named
 from mtp_extract.io.place import check_place
-from mtp_extract.io.source import Progress, Source, nothing_shown
+from mtp_extract.io.source import Source
 from mtp_extract.litertlm.holes import missing_rows, zero_pages
 from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.storage import QuantizedTensor
@@ -30,6 +30,7 @@ from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.unproven import offering_unproven, read_unproven
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.proof import Proof, in_words, prove
 
@@ -65,7 +66,7 @@ def extract_drafter(
     unproven: bool = False,
     section: int | None = None,
     signature: str | None = None,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> ExtractionResult:
     """Extract the drafter of ``source`` into the directory ``out``: as :func:`mtp_extract.extract` explains it."""
     name = plan.choose()
@@ -78,7 +79,7 @@ def extract_drafter(
     with (
         nullcontext(source)
         if isinstance(source, Opened)
-        else open_bundle(source, progress=progress, section=section, signature=signature)
+        else open_bundle(source, reporter=reporter, section=section, signature=signature)
     ) as opened:
         target = Path(out) if out is not None else default_directory(opened.source.name)
         inputs = (opened.source.path,)
@@ -107,7 +108,7 @@ def extract_drafter(
             _notes(drafter, planned),
             overwrite=overwrite,
             inputs=inputs,
-            progress=progress,
+            reporter=reporter,
             compare_rounded=False,
         )
 

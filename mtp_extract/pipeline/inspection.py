@@ -16,12 +16,12 @@ from mtp_extract.bundle import Opened, Shard, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.graph.trace import trace_drafter
-from mtp_extract.io.source import Progress, nothing_shown
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
 from mtp_extract.pipeline.extraction import prove_drafter
 from mtp_extract.pipeline.identity import verify_against
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.proof.grids import list_rounded
 
 
@@ -173,7 +173,7 @@ def inspect_checkpoint(
     bundle: str | os.PathLike[str] | None = None,
     *,
     tensors: bool = False,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> Inspection:
     """What the checkpoint at ``place`` holds, of whichever format, held against its record, if it has one.
 
@@ -189,10 +189,10 @@ def inspect_checkpoint(
     against = None
     published = None
     if bundle is not None:
-        with open_bundle(bundle, progress=progress) as opened:
+        with open_bundle(bundle, reporter=reporter) as opened:
             checks = verify_against(read, opened)
             against = opened.source.name
-            published = compare_with_published(opened.source, progress)
+            published = compare_with_published(opened.source, reporter)
     problem = None
     if wrong := sum(finding.is_error for finding in read.written.findings):
         problem = CheckpointError(

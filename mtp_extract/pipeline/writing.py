@@ -27,9 +27,9 @@ from mtp_extract.errors import UnsupportedError, either
 from mtp_extract.formats import EVERY, format_named, format_of
 from mtp_extract.io.address import name_of
 from mtp_extract.io.place import InputPaths, check_place, staged
-from mtp_extract.io.source import Progress, counter, nothing_shown
 from mtp_extract.pipeline.check import CARD, RECORD, ReadDirectory, files_in, read_record, recorded, with_record
 from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.report.card import model_card, roundings
 
 
@@ -129,7 +129,7 @@ def write(
     *,
     overwrite: bool,
     inputs: InputPaths,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
     compare_rounded: bool = True,
 ) -> ExtractionResult:
     """Write the files that are ``planned`` into the directory ``target``, compare what is read there, and write the
@@ -139,7 +139,7 @@ def write(
         origin: what the record says of where the weights came from, of a proof and of a training.
         notes: for the user, besides those on how weights are stored.
         overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
-        progress: called with bytes done and bytes in all.
+        reporter: told of the bytes written.
         compare_rounded: whether floats that were rounded are compared, too, once more than as the bytes of their file.
 
     Raises:
@@ -150,7 +150,7 @@ def write(
     if rules:
         remarks.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(progress, sum(tensor.length for file in planned.files for tensor in file.tensors))
+        tick = counter(reporter, "writing", sum(tensor.length for file in planned.files for tensor in file.tensors))
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
         _compare_written(planned, stage, compare_rounded)
         record = _record_of(planned, origin, rules[0] if rules else None, files)
@@ -198,7 +198,7 @@ def convert_checkpoint(
     plan: WritingPlan,
     *,
     overwrite: bool = False,
-    progress: Progress = nothing_shown,
+    reporter: Reporter = SILENT,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` as ``plan`` says: :func:`mtp_extract.convert` explains it."""
     place, name = with_record(directory), name_of(directory)
@@ -209,7 +209,7 @@ def convert_checkpoint(
     read = ReadDirectory.of(place)
     planned = prepare(read.checkpoint, chosen, plan)
     notes = [*read.checkpoint.notes, *_earlier_rounding(read, planned)]
-    return write(planned, target, origin_of(read, planned), notes, **to, progress=progress)
+    return write(planned, target, origin_of(read, planned), notes, **to, reporter=reporter)
 
 
 def _earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:

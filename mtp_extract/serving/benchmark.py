@@ -24,9 +24,9 @@ import numpy as np
 
 from mtp_extract.errors import ServerError, several
 from mtp_extract.evaluation.intervals import IntervalEnds, over_texts, ratio_bounds, share_bounds
-from mtp_extract.evaluation.progress import report_each
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
+from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.serving.client import Answer, Server, counted_in, question
 from mtp_extract.serving.counters import Counters, total
 from mtp_extract.serving.plan import BenchPlan
@@ -37,11 +37,11 @@ _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_templa
 _MOST_FAILURES = 8  # in a row, after which a server is taken to be gone
 
 
-def run_benchmark(plan: BenchPlan) -> Benchmark:
-    """Measure what ``plan`` asks for; ``plan.show`` is told after each window of all servers.
+def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
+    """Measure what ``plan`` asks for, and report after each window of all servers.
 
     An answer that fails is counted, and its prompt left out. Where more than a few in a row do, or something else ends
-    it, ``plan.rescue`` is told what was measured so far.
+    it, the reporter is told what was measured so far.
 
     Raises:
         MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
@@ -55,13 +55,13 @@ def run_benchmark(plan: BenchPlan) -> Benchmark:
             for side, url in (("server", plan.url), ("baseline", plan.baseline))
             if url is not None
         }
-        run = _Run(plan, prompts, servers)
+        run = _Run(plan, prompts, servers, reporter)
         run.warm_up()
         try:
             run.ask_all()
         except BaseException as error:
             if answered(run.windows["server"]):
-                plan.rescue(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
+                reporter.measured(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
             raise
         return run.result()
 
@@ -73,6 +73,7 @@ class _Run:
     plan: BenchPlan
     prompts: Sequence[Prompt]
     servers: Mapping[str, Server]  # by side
+    reporter: Reporter
     windows: dict[str, list[Window]] = field(default_factory=dict)  # by side, those that were measured
     questions: list[dict[str, Any]] = field(default_factory=list)  # of the prompts
 
@@ -88,7 +89,7 @@ class _Run:
         """The first requests, which are not measured: what fails in these fails in all."""
         requests = self.plan.warm_up
         for server in self.servers.values():
-            self.plan.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
+            self.reporter.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
             server.ask(self.questions[:requests], self.plan.concurrency)
 
     def ask_all(self) -> None:
@@ -102,7 +103,7 @@ class _Run:
         parts = [range(part, size, count) for part in range(count)]
         order = list(self.servers)
 
-        for part in report_each(parts, self.plan.show, "asking"):
+        for part in report_each(parts, self.reporter, "asking", "window"):
             for side in order:
                 self.windows[side].append(self._window(self.servers[side], part))
                 _check_alive(self.windows[side])

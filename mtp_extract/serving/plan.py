@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.options import check_bounds
-from mtp_extract.serving.result import Benchmark
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,6 @@ class BenchPlan:
     concurrency: int = 1
     warm_up: int = 1
     chat_template: bool = True
-    say: Say = silent
-    show: Show = silent
-    rescue: Callable[[Benchmark], None] = silent
 
     def __post_init__(self) -> None:
         """Raise PlanError where a number is out of bounds."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from mtp_extract.errors import MtpExtractError, several
 from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, find_repeats
-from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -99,7 +99,7 @@ def _sequences(tokens: Sequence[int]) -> list[int]:
     return [hash(padded[start : start + SEEN_LENGTH]) for start in range(len(tokens))]
 
 
-def gather_texts(pair: Pair, tell: Show = silent) -> Corpus:
+def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
     """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
 
     Raises:
@@ -112,18 +112,18 @@ def gather_texts(pair: Pair, tell: Show = silent) -> Corpus:
     with connect_writer(plan) as server:
         contents = {prompt.tokens: prompt.item.content for prompt in asked}
         writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        written = [*_people_texts(sides, writer), *_continued(asked, writer, tell)]
+        written = [*_people_texts(sides, writer), *_continued(asked, writer, reporter)]
         texts = _by_side(written)
 
         text_from = None
         if server or plan.text:
             # How far the base at hand would have written the same.
-            greedy = replace(writer, temperature=0.0).texts(to_train, tell) if plan.temperature else texts[TRAINED]
+            greedy = replace(writer, temperature=0.0).texts(to_train, reporter) if plan.temperature else texts[TRAINED]
             text_from = agreement(pair.base, greedy, server)
 
         kinds = [_require_enough(TRAINED, texts, plan.draft_steps)]
         if not plan.text:
-            kinds += _further_kinds(writer, to_train, tell)
+            kinds += _further_kinds(writer, to_train, reporter)
 
     # Of texts that are alike the first one's prompt counts.
     item_of = {each.text: each.item for each in reversed(written)}
@@ -171,9 +171,9 @@ def _people_texts(sides: Mapping[str, Sequence[Prompt]], writer: Writer) -> Iter
                     yield _Written(side, item, text)
 
 
-def _continued(asked: Sequence[_Asked], writer: Writer, tell: Show) -> list[_Written]:
+def _continued(asked: Sequence[_Asked], writer: Writer, reporter: Reporter) -> list[_Written]:
     """What ``writer`` writes after each prompt."""
-    texts = writer.texts([prompt.tokens for prompt in asked], tell)
+    texts = writer.texts([prompt.tokens for prompt in asked], reporter)
     return [_Written(prompt.side, prompt.item, text) for prompt, text in zip(asked, texts, strict=True)]
 
 
@@ -228,21 +228,21 @@ def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
     )
 
 
-def _further_kinds(writer: Writer, prompts: Sequence[PromptTokens], tell: Show) -> Iterator[list[Text]]:
+def _further_kinds(writer: Writer, prompts: Sequence[PromptTokens], reporter: Reporter) -> Iterator[list[Text]]:
     """What is learned besides the text as ``writer`` has it: text at the other temperature, and text within that.
 
     Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
     text that was drawn it has more.
     """
     plan = writer.pair.plan
-    drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).texts(prompts, tell)
+    drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).texts(prompts, reporter)
     # What stands in a prompt is as good to learn from as what the base drew.
     yield new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
     if writer.temperature or writer.server is not None:
         return
     short = replace(writer, new_tokens=max(2, writer.new_tokens // 2))
     branches = [branch for text in drawn for branch in _branches(text, short)]
-    yield new_texts(short.texts(branches, tell, "positions within these"), plan.draft_steps)
+    yield new_texts(short.texts(branches, reporter, "positions within these"), plan.draft_steps)
 
 
 def _branches(text: Text, writer: Writer) -> list[PromptTokens]:

@@ -29,7 +29,7 @@ from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluation.agreement import estimate_share
 from mtp_extract.evaluation.base_texts import groups
-from mtp_extract.evaluation.progress import Show
+from mtp_extract.progress import Reporter
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, split_of
 from mtp_extract.tuning.loss import argmax_tokens
@@ -63,7 +63,7 @@ class HeadSample(NamedTuple):
     text: Tensor  # int64 [N], index of the text
 
 
-def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple[Checkpoint, dict[str, Any]]:
+def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
     """The pair's checkpoint with an ordered head in place of ``drafter``'s dense one; how it was made, for the record.
 
     Raises:
@@ -72,7 +72,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, tell: Show) -> tuple
     dense_checkpoint = without_ordered_head(pair.origin.checkpoint)
     vocabulary = dense_checkpoint.config.vocab_size
     count = clusters_of(vocabulary)
-    random_by_side = random_texts(pair, tell)
+    random_by_side = random_texts(pair, reporter)
     taught, watched = _collect_kinds(pair, drafter, corpus, random_by_side, count)
 
     states = sum(len(sample.states) for sample in taught)
@@ -206,12 +206,12 @@ def cluster_of(ordering: Tensor, count: int) -> Tensor:
     return torch.argsort(ordering) // (len(ordering) // count)
 
 
-def random_texts(pair: Pair, tell: Show) -> dict[str, list[Text]]:
+def random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
     """By side, what the base writes after random tokens, none of them special."""
     plan = pair.plan
     prompts = _random_prompts(pair.loaded.tokenizer, pair.base.vocab_size, plan.seed)
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
-    written = writer.texts(prompts, tell, "random prompts")
+    written = writer.texts(prompts, reporter, "random prompts")
     by_side: dict[str, list[Text]] = {}
     learned: list[Text] = []
     # After random tokens a base soon writes the same loops: one that was learned shows nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.plan import DtypeName, WritingPlan
 from mtp_extract.pipeline.writing import origin_of, prepare, write
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -33,7 +34,7 @@ class Pair:
     """A drafter beside its base.
 
     Args:
-        say: told what is being done; of several processes by the first.
+        reporter: told what is being done; of several processes by the first.
 
     Attributes:
         origin: the drafter's directory, with its checkpoint.
@@ -46,10 +47,10 @@ class Pair:
 
     drafter: Network
 
-    def __init__(self, plan: TuningPlan, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, plan: TuningPlan, reporter: Reporter = SILENT) -> None:
         self.plan = plan
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
-        self.say = say if self.accelerator.is_main_process else lambda line: None
+        self.say = (reporter if self.accelerator.is_main_process else SILENT).say
         origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
         # What is cheap to see is seen before the base is loaded, which may take minutes.
         if origin is not None and plan.mode == "qat":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,8 @@ import msgspec
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import escape
 from mtp_extract.evaluation.base_model import memory_guard
-from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.address import public_name
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.tuning.corpus import Corpus, gather_texts, split_prompts
 from mtp_extract.tuning.eagle3 import new_head
 from mtp_extract.tuning.ordered import head_refusals, make_head, with_zero_head, without_ordered_head
@@ -36,21 +36,19 @@ class Outcome:
     notes: tuple[str, ...]  # things worth knowing that are not errors
 
 
-def run_tuning(
-    plan: TuningPlan, say: Say = silent, tell: Show = silent, stop: Callable[[], bool] = lambda: False
-) -> Outcome:
+def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     """Train, or make a head, and save what is better, as :func:`mtp_extract.api.tune` says."""
     plan.check()
     # Too few prompts are no reason to load a base.
     split_prompts(plan)
-    pair = Pair(plan, say)
+    pair = Pair(plan, reporter)
     _check_format(pair)
 
     # The first of several processes locks the folder for all.
     is_first = pair.accelerator.is_main_process
     with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
-        corpus = gather_texts(pair, tell)
-        checkpoint, about, comparisons = _make_and_compare(pair, corpus, tell, stop)
+        corpus = gather_texts(pair, reporter)
+        checkpoint, about, comparisons = _make_and_compare(pair, corpus, reporter)
     refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
     record = {**about, **_describe(pair, corpus, refused, comparisons)}
     directory = plan.target if plan.force or not refused else None
@@ -69,9 +67,7 @@ def _check_format(pair: Pair) -> None:
         latents_of(pair)
 
 
-def _make_and_compare(
-    pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]
-) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
+def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
     """What the plan's mode makes, how it was made, and how it drafts on held-out text beside what was there before."""
     mode = pair.plan.mode
     if mode == EAGLE3:
@@ -83,18 +79,18 @@ def _make_and_compare(
     acceptance = measure_acceptance(pair, before, held_out)
 
     if mode == ORDERED:
-        checkpoint, about = make_head(pair, before, corpus, tell)
+        checkpoint, about = make_head(pair, before, corpus, reporter)
     else:
-        checkpoint, about = _train(pair, corpus, tell, stop)
+        checkpoint, about = _train(pair, corpus, reporter)
     pair.say("measuring what was made on the held-out texts")
     after = measure_acceptance(pair, pair.drafter_of(checkpoint), held_out)
     return checkpoint, about, Comparisons.of(corpus, acceptance, after)
 
 
-def _train(pair: Pair, corpus: Corpus, tell: Show, stop: Callable[[], bool]) -> tuple[Checkpoint, dict[str, Any]]:
+def _train(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
     """The trained checkpoint, and how it was trained, for the record."""
     latents = latents_of(pair)
-    progress = train(pair, corpus, latents, tell, stop)
+    progress = train(pair, corpus, latents, reporter)
     about = {
         "mode": pair.plan.mode,
         "numbers": latents.numbers,

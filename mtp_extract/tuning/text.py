@@ -21,9 +21,9 @@ from accelerate.utils import gather_object
 
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
 from mtp_extract.evaluation.base_texts import continue_prompts, groups, require_context
-from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.serving.client import Server, question
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
@@ -61,7 +61,7 @@ class Writer:
     # of each prompt, as a server is asked it
     contents: Mapping[PromptTokens, str | Messages] = field(default_factory=dict)
 
-    def texts(self, prompts: Sequence[PromptTokens], tell: Show = silent, what: str = "prompts") -> list[Text]:
+    def texts(self, prompts: Sequence[PromptTokens], reporter: Reporter = SILENT, what: str = "prompts") -> list[Text]:
         """What follows each of ``prompts``: what is not kept yet is written, by all processes, a batch each at a time.
 
         Args:
@@ -77,10 +77,12 @@ class Writer:
         require_context(self.pair.base, prompts, self.new_tokens)
         distinct = list(dict.fromkeys(prompts))
         grouped = groups([len(prompt) for prompt in distinct], self.pair.plan.batch)
-        written = self._written([[distinct[index] for index in group] for group in grouped], tell)
+        written = self._written([[distinct[index] for index in group] for group in grouped], reporter)
         return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
 
-    def _written(self, batches: Sequence[Sequence[PromptTokens]], tell: Show) -> dict[PromptTokens, PromptTokens]:
+    def _written(
+        self, batches: Sequence[Sequence[PromptTokens]], reporter: Reporter
+    ) -> dict[PromptTokens, PromptTokens]:
         """What follows each prompt of ``batches``: read from the file of texts, or written now and added to it."""
         accelerator = self.pair.accelerator
         path = self.pair.plan.kept_in / "texts.jsonl"
@@ -96,7 +98,7 @@ class Writer:
                     size += file.write(msgspec.json.Encoder().encode_lines(lines))
             stored.update({line.name: line.tokens for line in lines})
             done += sum(map(len, together))
-            tell(f"text {done} of {prompts}", done, prompts)
+            reporter.done(f"text {done} of {prompts}", done, prompts)
 
         written: dict[PromptTokens, PromptTokens] = {}
         for batch in batches:

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import CheckpointError, MtpExtractError, escape
-from mtp_extract.evaluation.progress import Show
+from mtp_extract.progress import Reporter
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import MODES, Latents
@@ -87,8 +87,8 @@ def latents_of(pair: Pair) -> Latents:
     return latents
 
 
-def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callable[[], bool]) -> TrainingProgress:
-    """Train ``latents`` as the pair's plan says; ``tell`` is called, and ``stop`` asked, after every step.
+def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> TrainingProgress:
+    """Train ``latents`` as the pair's plan says; after every step ``reporter`` is told, and asked whether to stop.
 
     The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
     stopped, or had ended.
@@ -113,8 +113,8 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callab
         if progress.done % steps_between == 0 or progress.done == steps:
             run.evaluate()
             run.save()
-        tell(f"step {progress.done} of {steps}, loss {loss:.3f}", progress.done, steps)
-        if progress.done < steps and _is_stopped(accelerator, stop):
+        reporter.done(f"step {progress.done} of {steps}, loss {loss:.3f}", progress.done, steps)
+        if progress.done < steps and _is_stopped(accelerator, reporter):
             run.save()
             progress.interrupted = True
             break
@@ -124,9 +124,9 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, tell: Show, stop: Callab
     return progress
 
 
-def _is_stopped(accelerator: Accelerator, stop: Callable[[], bool]) -> bool:
+def _is_stopped(accelerator: Accelerator, reporter: Reporter) -> bool:
     """Whether any process is to stop: all must leave the loop together."""
-    return bool(accelerator.gather(torch.tensor([stop()], device=accelerator.device)).any())
+    return bool(accelerator.gather(torch.tensor([reporter.is_stopped()], device=accelerator.device)).any())
 
 
 class _Training:

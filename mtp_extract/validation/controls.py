@@ -20,8 +20,8 @@ from mtp_extract.drafter.protocol import RoundStart
 from mtp_extract.evaluation.agreement import Asked, estimate_difference, estimate_share, figure, measure_agreements
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import Interval
-from mtp_extract.evaluation.progress import Show, silent
 from mtp_extract.io.typed import Figure, Record
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
@@ -138,7 +138,7 @@ LEVEL = 1 - 0.05 / len(CONTROLS)
 
 
 def draft_together(
-    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, show: Show = silent
+    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> tuple[list[Agreement], list[ControlResult]]:
     """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
 
@@ -155,7 +155,7 @@ def draft_together(
         # Another text is only there where a batch has two.
         if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
             broken[control] = control.broken(changed), 1, False
-    agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, show=show)
+    agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, reporter=reporter)
     controls = [
         compare_with_control(control, agreements[0], agreement)
         for control, agreement in zip(broken, agreements[len(asked) :], strict=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mtp_extract.evaluation.progress import Say, Show, silent
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.options import check_bounds, require_that
 from mtp_extract.speculate.adaptive import AdaptiveDrafts
@@ -41,9 +39,6 @@ class ValidationPlan:
     report: Path | None = None
     overwrite: bool = False
     command: str | None = None
-    say: Say = silent
-    show: Show = silent
-    rescue: Callable[[Any], None] = silent
 
     def __post_init__(self) -> None:
         """Raise PlanError where a number is out of bounds, fields do not go together, or a tree is none."""

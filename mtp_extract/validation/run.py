@@ -32,6 +32,7 @@ from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract_drafter
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
+from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.speculate.trees import DraftTree
@@ -45,25 +46,28 @@ from mtp_extract.validation.verdict import concluded, notes_of
 from mtp_extract.validation.worth import Timed, best_of, by_base_alone, measure_worth
 
 _SMALL = 256
+_SAMPLE = "the sample"  # what a report calls the drafter of the sample
 _COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
 
 
-def run_validation(plan: ValidationPlan) -> Validation:
+def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
     """Measure what ``plan`` asks for: at least one of ``base`` and ``source``.
+
+    Where an error or a signal ends it, the reporter is told the Validation as far as it came.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        name, directory, plan = _find_drafter(plan, stack)
+        name, directory, plan = _find_drafter(plan, stack, reporter)
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
         validation = _begin(plan, name, checkpoint.notes)
 
         source = None
         if plan.source is not None:
-            plan.say("deriving every tensor from the file again, and reading its graph")
+            reporter.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
             source = drafter_for(opened, checkpoint.mtp)
@@ -75,23 +79,23 @@ def run_validation(plan: ValidationPlan) -> Validation:
 
         try:
             if plan.base is not None:
-                _measure(plan, plan.base, directory, validation)
+                _measure(plan, plan.base, directory, validation, reporter)
             if source is not None:
-                _ask_other_programs(plan, directory, source, validation)
+                _ask_other_programs(plan, directory, source, validation, reporter)
         except BaseException:
             if validation.checks or validation.drafters:
-                plan.rescue(_concluded_early(validation))
+                reporter.measured(_concluded_early(validation))
             raise
         return concluded(validation)
 
 
-def _find_drafter(plan: ValidationPlan, stack: ExitStack) -> tuple[str, Path, ValidationPlan]:
+def _find_drafter(plan: ValidationPlan, stack: ExitStack, reporter: Reporter) -> tuple[str, Path, ValidationPlan]:
     """What to call the drafter, where it is, and the plan for it: the sample's is gone with the ``stack``."""
     if plan.directory is None:
-        plan.say("extracting the sample")
+        reporter.say("extracting the sample")
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
         extract_drafter(sample_bundle(), directory, WritingPlan())
-        return "the sample", directory, plan.of_sample(directory)
+        return _SAMPLE, directory, plan.of_sample(directory)
     directory = Path(checkpoint_here(plan.directory))
     return public_name(str(directory)), directory, plan
 
@@ -144,7 +148,7 @@ class _Contender:
             raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
 
 
-def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation) -> None:
+def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation, reporter: Reporter) -> None:
     """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured.
 
     Raises:
@@ -152,7 +156,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
         MtpExtractError: a tree looks at more choices than the base has tokens.
     """
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
-    loaded, contenders = _load_contenders(plan, base, validation.drafter, directory)
+    loaded, contenders = _load_contenders(plan, base, validation.drafter, directory, reporter)
     pair = contenders[0].pair
     validation.settings = {
         "prompts": dict(Counter(prompt.workload for prompt in prompts)),
@@ -169,16 +173,15 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
             new_tokens=plan.new_tokens,
             batch=plan.batch,
             chat_template=plan.chat_template,
-            say=plan.say,
-            show=plan.show,
+            reporter=reporter,
         )
-        _measure_drafts(plan, loaded, contenders, written, validation)
+        _measure_drafts(plan, loaded, contenders, written, validation, reporter)
     validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
     validation.notes += [*loaded.notes, *_notes_of_texts(written), *notes_of(validation)]
 
 
 def _load_contenders(
-    plan: ValidationPlan, base: str, name: str, directory: Path
+    plan: ValidationPlan, base: str, name: str, directory: Path, reporter: Reporter
 ) -> tuple[LoadedBase, list[_Contender]]:
     """The base, and beside it the drafter ``name`` in ``directory`` and the other one that the plan may have."""
     places = {name: directory}
@@ -187,7 +190,7 @@ def _load_contenders(
         read_checkpoint(beside)
         other = public_name(str(beside))
         places[other if other != name else f"{other} (2)"] = beside
-    plan.say(f"loading the base {base}")
+    reporter.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
         contenders = [_Contender.of(name, place, loaded) for name, place in places.items()]
@@ -209,13 +212,14 @@ def _measure_drafts(
     contenders: Sequence[_Contender],
     written: Continuations,
     validation: Validation,
+    reporter: Reporter,
 ) -> None:
     """Add to ``validation`` how ``contenders`` draft along the texts, the controls of the first, and times."""
-    plan.say("drafting after every token of them, and with one thing broken at a time")
-    drafts, controls = _draft_after_every_token(plan, contenders, written)
-    plan.say("generating a few texts with drafts")
+    reporter.say("drafting after every token of them, and with one thing broken at a time")
+    drafts, controls = _draft_after_every_token(plan, contenders, written, reporter)
+    reporter.say("generating a few texts with drafts")
     alone = by_base_alone(contenders[0].pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
-    validation.base = _facts_of_base(plan, loaded, contenders[0].pair, alone)
+    validation.base = _facts_of_base(plan, loaded, contenders[0], alone)
     first = drafts[0][0]
     for contender, (agreement, _) in zip(contenders, drafts, strict=True):
         validation.drafters.append(_figures_of(contender, first, agreement, written.workloads))
@@ -224,17 +228,17 @@ def _measure_drafts(
     planned = _planned(plan)
     for contender, (agreement, along), drafter in zip(contenders, drafts, validation.drafters, strict=True):
         worth = measure_worth(
-            contender.pair, written, agreement, along, planned, alone, plan.new_tokens, plan.show, drafter.worth
+            contender.pair, written, agreement, along, planned, alone, plan.new_tokens, reporter, drafter.worth
         )
         drafter.best = best_of(worth)
 
 
-def _facts_of_base(plan: ValidationPlan, loaded: LoadedBase, pair: SpeculativeGenerator, alone: Timed) -> BaseFacts:
+def _facts_of_base(plan: ValidationPlan, loaded: LoadedBase, contender: _Contender, alone: Timed) -> BaseFacts:
     return BaseFacts(
-        name="the sample's base" if plan.directory is None else public_name(loaded.name),
+        name="the sample's base" if contender.name == _SAMPLE else public_name(loaded.name),
         dtype=loaded.dtype,
         devices=list(loaded.devices),
-        chat_template=plan.chat_template and pair.codec.has_template,
+        chat_template=plan.chat_template and contender.pair.codec.has_template,
         timed=len(alone.texts),
         tokens_per_s=known(alone.tokens_per_s),
         forward_ms=known(alone.forward_ms),
@@ -252,7 +256,7 @@ def _trees(plan: ValidationPlan) -> list[DraftTree]:
 
 
 def _draft_after_every_token(
-    plan: ValidationPlan, contenders: Sequence[_Contender], written: Continuations
+    plan: ValidationPlan, contenders: Sequence[_Contender], written: Continuations, reporter: Reporter
 ) -> tuple[list[tuple[Agreement, Agreement | None]], list[ControlResult]]:
     """What each drafts after its own drafts, as many as the longest chain has, and along the texts, as deep as the
     deepest tree (None without trees); and the controls of the first."""
@@ -262,7 +266,7 @@ def _draft_after_every_token(
         depth = max(tree.depth for tree in trees)
         asked += [(drafter, depth, True) for drafter in drafters]
     base = contenders[0].pair.base
-    agreements, controls = draft_together(base, asked, written, batch=plan.batch, show=plan.show)
+    agreements, controls = draft_together(base, asked, written, batch=plan.batch, reporter=reporter)
     along: Sequence[Agreement | None] = agreements[len(drafters) :] or [None] * len(drafters)
     return list(zip(agreements, along, strict=False)), controls
 
@@ -291,16 +295,18 @@ def _use_threads(width: int) -> None:
         torch.set_num_threads(1)
 
 
-def _ask_other_programs(plan: ValidationPlan, directory: Path, source: Shard, validation: Validation) -> None:
+def _ask_other_programs(
+    plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
+) -> None:
     """Add to ``validation`` what transformers and Google's interpreter make of the drafter."""
     with memory_guard("comparing with other programs"):
         drafter = load_any(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
             return
         _use_threads(drafter.config.backbone_hidden_size)
-        plan.say("loading the checkpoint with transformers")
+        reporter.say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, source)
-        plan.say("running the drafter section in Google's interpreter")
+        reporter.say("running the drafter section in Google's interpreter")
         # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
         checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
         drafter = load_drafter(checkpoint, dtype=torch.float32)

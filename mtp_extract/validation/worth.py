@@ -17,8 +17,8 @@ from torch import Tensor
 from mtp_extract.evaluation.agreement import figure, known
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import over_texts, share_bounds
-from mtp_extract.evaluation.progress import Show, report_each, silent
 from mtp_extract.io.typed import Count, Figure, Positive, Record
+from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.loop import Drafts, Generation, Round, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
@@ -108,7 +108,7 @@ def measure_worth(
     plans: Mapping[str, Drafts],
     alone: Timed,
     new_tokens: int,
-    show: Show = silent,
+    reporter: Reporter = SILENT,
     worth: dict[str, Worth] | None = None,
 ) -> dict[str, Worth]:
     """The rounds of each of ``plans`` along all texts; and what it takes to generate those of ``alone``.
@@ -123,7 +123,7 @@ def measure_worth(
     """
     worth = {} if worth is None else worth
     prompts = {row: generation.prompt_tokens for row, generation in alone.texts.items()}
-    for name in report_each(list(plans), show, "a few texts with drafts"):
+    for name in report_each(list(plans), reporter, "a few texts with drafts"):
         what = plans[name]
         if isinstance(what, AdaptiveDrafts):
             # With the costs of the longest chain: its rounds may not depend on the clock.

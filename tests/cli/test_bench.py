@@ -17,6 +17,7 @@ from helpers.bounds import HANG
 from helpers.commands import run_here
 from helpers.model_server import KEY, MANNERS, ModelServer, Written, account, model_server, prompt_of, words_of
 from helpers.prompt_files import write_prompts
+from helpers.reporters import Recorder
 from helpers.schemas import validator
 from msgspec.structs import replace
 
@@ -79,13 +80,12 @@ def drafts_of(side: Side) -> tuple[int | None, ...]:
 @pytest.mark.parametrize("pair", sorted(set(MANNERS) - {"unknown"}), indirect=True)
 def test_drafts_are_the_servers(pair: tuple[ModelServer, ModelServer], prompts: Path, concurrency: int) -> None:
     """Told in answers or on the page, by window: the sums are the same."""
-    shown = list[tuple[int, int]]()
-    show = lambda part, *batches: shown.append(batches)  # noqa: E731
-    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency, show=show))
+    reporter = Recorder()
+    found = run_benchmark(plan(prompts, *pair, concurrency=concurrency), reporter)
     checked(found)
     # After each window of both sides, until all are done.
     windows = len(found.windows["server"])
-    assert shown == [(done + 1, windows) for done in range(windows)]
+    assert reporter.parts == [("asking", done + 1, windows) for done in range(windows)]
     # Of what rolls, a page of counters tells no workload.
     together = concurrency > 1 and found.servers["server"]["kind"] in ("llama-server", "vLLM")
     told = found.servers["server"]["kind"] != "vLLM"

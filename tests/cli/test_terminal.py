@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import re
 import sys
-from contextlib import nullcontext
 
 import pytest
 
 from mtp_extract.cli import terminal
+from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.progress import BYTES
 
 HEAD = ("role", "what was found", "n", "why this is so and not otherwise", "name")
 ROWS = [
@@ -83,9 +84,9 @@ def on_screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
     long = "text 3 of 8, " + "loss 1.2 " * 30
-    with terminal.progress_lines() as show:
-        show("first", 3, 8)
-        show(long, 4, 8)
+    with TerminalReporter() as reporter:
+        reporter.done("first", 3, 8)
+        reporter.done(long, 4, 8)
     drawn = screen.getvalue()
     assert "first" in drawn and "text 3 of 8" in drawn and "━" in drawn
     # A line that is wider than the screen would be erased in part: it is cut, at the width of the screen.
@@ -95,14 +96,31 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bytes_of_what_is_worth_showing(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_screen(monkeypatch)
-    shown: list[str] = []
-    monkeypatch.setattr("mtp_extract.cli.terminal._bar", lambda: nullcontext(lambda *line: shown.append(line[2])))
-    with terminal.progress() as tick:
-        tick(100_000_000, 1_000_000_000)
-        tick(200_000_000, 1_000_000_000)
-        tick(1, 1000)
-    assert shown == ["100.0 MB of 1.00 GB", "200.0 MB of 1.00 GB"]
+    screen = on_screen(monkeypatch)
+    with TerminalReporter() as reporter:
+        reporter.done("reading", 1, 1000, BYTES)
+        assert screen.getvalue() == ""
+        reporter.done("reading", 200_000_000, 1_000_000_000, BYTES)
+    assert "200.0 MB of 1.00 GB" in screen.getvalue()
+
+
+def test_a_result_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on_screen(monkeypatch)
+    with TerminalReporter(print_result=lambda result: screen.write(f"result {result}")) as reporter:
+        reporter.done("drafting", 1, 8)
+        reporter.measured(3)
+    drawn, printed, after = screen.getvalue().partition("result 3")
+    assert "drafting" in drawn and printed and after == ""
+
+
+def test_nothing_is_shown_where_json_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = on_screen(monkeypatch)
+    with TerminalReporter(quiet=True) as reporter:
+        reporter.say("asking")
+        reporter.done("asking", 1, 2, "window")
+    assert (screen.getvalue(), capsys.readouterr().out) == ("", "")
 
 
 def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,21 +128,21 @@ def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     screen = on_screen(monkeypatch)
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
-    with terminal.progress_lines(unit="batch") as show:
+    with TerminalReporter() as reporter:
         for part, seconds in (("text", 600.0), ("drafts", 60.0)):
             for done in range(4):
                 now += seconds
-                show(part, done, 10)
+                reporter.done(part, done, 10, "batch")
     drawn = screen.getvalue()
     assert "drafts: batch 3 of 10" in drawn
     assert drawn.rindex("07:00") > drawn.rindex("text: batch")
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    with terminal.progress() as tick, terminal.progress_lines() as show:
-        tick(1 << 29, 1 << 30)
+    with TerminalReporter() as reporter:
+        reporter.done("reading", 1 << 29, 1 << 30, BYTES)
         for done in range(1, 101):
-            show(f"text {done}", done, 100)
+            reporter.done(f"text {done}", done, 100)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [f"text {done} …" for done in range(5, 101, 5)]

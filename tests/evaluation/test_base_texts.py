@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.random_pairs import base_alone, random_base
+from helpers.reporters import Recorder
 
 from mtp_extract.evaluation.base_texts import continue_prompts, groups
 from mtp_extract.speculate.target import Base
@@ -19,11 +20,11 @@ def base() -> Base:
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
-    told: list[tuple[object, ...]] = []
-    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, show=lambda *so_far: told.append(so_far))
+    reporter = Recorder()
+    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, reporter=reporter)
     assert found == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
     batches = len(groups([0] * 5, batch))
-    assert told == [("the base's text", done + 1, batches) for done in range(batches)]
+    assert reporter.parts == [("the base's text", done + 1, batches) for done in range(batches)]
     assert continue_prompts(base, [], new_tokens=20, batch=batch) == []
 
 

@@ -13,6 +13,7 @@ import pytest
 from helpers import bases
 from helpers.bases import PREFIX, Weights, base_with, patched, places_of, scale_of
 from helpers.commands import run_here
+from helpers.reporters import Recorder
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_base, sample_bundle
@@ -30,9 +31,9 @@ ONES = np.ones(32, np.float32).tobytes()
 
 
 def put(base: Path, bundle: Path, out: Path) -> None:
-    read = list[tuple[int, int]]()
-    with planned_insertion(base, bundle, progress=lambda *bytes_read: read.append(bytes_read)) as plan:
-        assert read == sorted(read) and read[-1][0] == read[-1][1] > 0
+    reporter = Recorder()
+    with planned_insertion(base, bundle, reporter=reporter) as plan:
+        assert reporter.parts == sorted(reporter.parts) and reporter.parts[-1][1] == reporter.parts[-1][2] > 0
         plan.write(out)
 
 

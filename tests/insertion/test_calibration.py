@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.first_pair import first_base
+from helpers.reporters import Recorder
 
 from mtp_extract.drafter.load import load_drafter
-from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.insertion import calibration
 
 
 def test_ranges_hold_what_the_matrices_can_do(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, prompts = list[tuple[int, int]](), (Prompt("code", "class Foo(object):"), Prompt("code", "import os"))
+    reporter, prompts = Recorder(), (Prompt("code", "class Foo(object):"), Prompt("code", "import os"))
     monkeypatch.setattr(calibration, "shipped_prompts", lambda each: prompts)
-    found = calibration.measure_ranges(
-        exact, str(first_base()), say=silent, show=lambda part, *batches: shown.append(batches)
-    )
+    found = calibration.measure_ranges(exact, str(first_base()), reporter=reporter)
     # A batch of the base's text, and each text by itself.
-    assert shown == [(1, 1), (1, 2), (2, 2)]
+    assert [done for _, *done in reporter.parts] == [[1, 1], [1, 2], [2, 2]]
     drafter = load_drafter(exact, dtype=torch.float32)
     matrices = {name: m for name, m in drafter.named_modules() if isinstance(m, torch.nn.Linear)}
     assert found.keys() == matrices.keys()

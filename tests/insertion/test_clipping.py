@@ -8,9 +8,9 @@ from helpers.first_pair import first_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtp_extract.architecture.activation import Activation
-from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.insertion import clipping
+from mtp_extract.progress import SILENT
 
 PROMPT = "class Foo(object):"
 
@@ -35,9 +35,9 @@ def test_numbers_beyond_the_grid_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     # Half of what is read lies beyond the first grid, and nothing of what is made beyond the second.
     middle = float(read.median())
     grids = {"layers.1.down_proj": (grid(middle), grid(float(made.max()) * 1.1))}
-    found = clipping.measure_cut_off(directory, grids, say=silent, show=silent)
+    found = clipping.measure_cut_off(directory, grids, reporter=SILENT)
 
     beyond = int((read > middle / 127 * 127.5).sum())
     assert beyond > len(read) / 3
     assert found == pytest.approx(beyond / (len(read) + len(made)), abs=2 / len(read))
-    assert clipping.measure_cut_off(directory, {"layers.1.down_proj": (None, grid(1e6))}, say=silent, show=silent) == 0
+    assert clipping.measure_cut_off(directory, {"layers.1.down_proj": (None, grid(1e6))}, reporter=SILENT) == 0

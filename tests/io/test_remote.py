@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 from helpers.hub_fixtures import Patient, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
+from helpers.reporters import Recorder
 from huggingface_hub.utils._http import default_client_factory
 
 from mtp_extract.bundle import open_source
@@ -69,16 +70,16 @@ def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
 
 
 def test_what_was_prefetched_costs_nothing_more(bundle: HubServer, patience: Patient) -> None:
-    seen: list[tuple[int, int]] = []
-    with open_source(URL, progress=lambda done, size: seen.append((done, size))) as source:
+    reporter = Recorder()
+    with open_source(URL, reporter=reporter) as source:
         source.prefetch(1_000_001, 1_200_000)
         before = len(bundle.requests)
         for offset in range(1_000_001, 2_200_001 - 999, 997):
             assert source.read(offset, 999) == DATA[offset : offset + 999]
         assert source.read(1_000_001, 1_200_000) == DATA[1_000_001:2_200_001]
         source.prefetch(1_500_000, 10)
-        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-        assert seen[-1] == (1_200_000, 1_200_000)
+        assert reporter.parts == sorted(reporter.parts)
+        assert reporter.parts[-1] == ("fetching", 1_200_000, 1_200_000)
         assert len(bundle.requests) == before
         source.prefetch(900_000, 200_000)
         # The blocks before the first one that is here.

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 from helpers.first_pair import first_bundle
 from helpers.hub_server import TOKEN, HubServer
+from helpers.reporters import Recorder
 from seam import verify
 
 from mtp_extract.errors import MtpExtractError, SourceError
@@ -73,11 +74,11 @@ def hub_here(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_drafter_is_written_with_nobody_s_token(app: ModuleType, hub_here: HubServer, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    reporter = Recorder()
     folder = tmp_path / "mtp-space-1"
-    made = app.written(f"hf://{REPO}", "llama.cpp", folder, None, lambda done, total: told.append((done, total)))
+    made = app.written(f"hf://{REPO}", "llama.cpp", folder, None, reporter)
     assert verify(made.directory)["layout"] == "gguf"
-    assert any(0 < done <= total for done, total in told)
+    assert any(0 < done <= total for _, done, total in reporter.parts)
     said = app.done(made, 2.0)
     assert "the gguf format" in said and "Verified before rounding" in said
     assert {request.authorization for request in hub_here.requests} == {None}
@@ -103,7 +104,7 @@ def test_limits(app: ModuleType, hub_here: HubServer, tmp_path: Path, monkeypatc
         pytest.raises(MtpExtractError, match="Expected a drafter of up to 1e-06 GB"),
     ):
         patch.setattr(app, "LARGEST", 1000)
-        app.written(f"hf://{REPO}", "vllm", tmp_path, None, lambda done, total: None)
+        app.written(f"hf://{REPO}", "vllm", tmp_path, None, Recorder())
     monkeypatch.setattr(app, "LONGEST", -1)
     kept, said, *_ = app.extract(REPO, "vllm", None, None, None, MagicMock())
     assert kept is None and "Expected to be done in -1 seconds" in said

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.beside import beside
 from helpers.random_pairs import random_base, random_drafter
+from helpers.reporters import Recorder
 from helpers.threads import one_thread
 
 from mtp_extract.architecture import shapes_of
@@ -24,9 +25,9 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
 from mtp_extract.drafter.load import Network, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.progress import silent
 from mtp_extract.evaluation.prompts import shipped_prompts
 from mtp_extract.litertlm.storage import Packing
+from mtp_extract.progress import SILENT
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus, ordered, pair, rounds
@@ -94,8 +95,8 @@ def trained(
     plan: TuningPlan, base: Base, drafter: Network, latents: Latents, *texts: Any, stop: Any = bool
 ) -> TrainingProgress:
     """Trained without a directory: on kinds of texts, watched beside other ``texts``, and a base that is loaded."""
-    more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": silent}
-    return train(beside(plan, base, drafter, **more), Corpus(*texts, (), 0), latents, silent, stop)
+    more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": SILENT.say}
+    return train(beside(plan, base, drafter, **more), Corpus(*texts, (), 0), latents, Recorder(stop))
 
 
 @pytest.fixture(scope="session")

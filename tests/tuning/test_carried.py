@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.reporters import Recorder
 from helpers.variant_files import variant
 from seam import verify
 
@@ -111,10 +112,10 @@ def test_floats_are_refused_early_where_there_is_room_for_integers_alone(
 
 def test_floats_have_no_grid(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     convert(extracted, tmp_path / "origin", format="transformers", dtype="bf16", codes=False)
-    said = list[str]()
+    reporter = Recorder()
     with pytest.raises(
         MtpExtractError, match=r"pre_projection is in floats.*again with its codes \(`mtp-extract … --codes`\)"
     ) as found:
-        run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"), said.append)
-    assert said == [], "no base is loaded for it"
+        run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"), reporter)
+    assert reporter.lines == [], "no base is loaded for it"
     assert found.value.remedies == ("mode=norms", "mode=float")

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from helpers.commands import run_here
+from helpers.reporters import Recorder
 from helpers.schemas import validator
 from safetensors.numpy import load_file
 from seam import verify
 
-from mtp_extract.cli.tune import _asked_to_stop
+from mtp_extract.cli.tune import _TuningReporter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
 from mtp_extract.io.place import staged
 from mtp_extract.io.threads import Interrupted
@@ -66,7 +67,7 @@ def test_the_place_of_what_was_written_until_then_is_told(
             (plan.kept_in / "texts.jsonl").touch()
         raise error
 
-    monkeypatch.setattr("mtp_extract.cli.tune.tune", run_until_then)
+    monkeypatch.setattr("mtp_extract.api.tune", run_until_then)
     given = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
     nothing, something = (run_here(*given, "--mode", mode) for mode in ("norms", "qat"))
     assert [done.returncode for done in (nothing, something)] == [status] * 2
@@ -83,7 +84,7 @@ def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
 
 def test_a_stop_leaves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
     steps = iter(range(100))
-    found = run_tuning(plan(tmp_path / "tuned", steps=9), stop=lambda: next(steps) == 3)
+    found = run_tuning(plan(tmp_path / "tuned", steps=9), Recorder(stop=lambda: next(steps) == 3))
     assert found.record["interrupted"] and found.record["steps_done"] == 4
     assert verify(tmp_path / "tuned")["tuning"]["interrupted"] is True
     assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
@@ -95,12 +96,12 @@ def test_the_first_ctrl_c_is_a_question() -> None:
     """Before the first step it is as everywhere; after it, once asks and twice is as everywhere."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), _asked_to_stop(tell_so=True):
+        with pytest.raises(KeyboardInterrupt), _TuningReporter():
             signal.raise_signal(signal.SIGINT)
-        with _asked_to_stop(tell_so=True) as stop:
-            assert not stop()
+        with _TuningReporter() as reporter:
+            assert not reporter.is_stopped()
             signal.raise_signal(signal.SIGINT)
-            assert stop()
+            assert reporter.is_stopped()
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.reporters import Recorder
 from msgspec import structs
 
 import mtp_extract
@@ -157,13 +158,11 @@ def test_the_base_reads_a_batch_once(
     read: list[int] = []
     feed = Base.feed
     monkeypatch.setattr(Base, "feed", lambda *given: read.append(len(given[1])) or feed(*given))
-    told: list[tuple[object, ...]] = []
+    reporter = Recorder()
     asked = [(generator.drafter, 2, False)] * 2 + [(generator.drafter, 3, True)] * 2
-    found, controls = draft_together(
-        generator.base, asked, continuations, batch=4, show=lambda *so_far: told.append(so_far)
-    )
+    found, controls = draft_together(generator.base, asked, continuations, batch=4, reporter=reporter)
     assert sum(read) == len(continuations.usable)
-    assert told == [("drafts after every token", done, 2) for done in (1, 2)]
+    assert reporter.parts == [("drafts after every token", done, 2) for done in (1, 2)]
     assert all(torch.equal(own.drafts, other.drafts) for own, other in (found[:2], found[2:]))
     assert [one.steps for one in found] == [2, 2, 3, 3]
     assert len(controls) == len(CONTROLS)

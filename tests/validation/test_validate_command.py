@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from mtp_extract.data import sample_prompts
 from mtp_extract.errors import OutputError
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.io.threads import interrupt
+from mtp_extract.progress import Reporter
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation
 
@@ -48,10 +48,10 @@ def test_what_cannot_be_written_is_shown(validation: Validation, monkeypatch: py
 def test_the_verdict_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal that shows stdout and stderr: nothing is drawn or erased from the verdict on."""
 
-    def validate_with_a_bar(plan: ValidationPlan, tell: Callable[[object], None]) -> object:
-        plan.show("drafting", 1, 4)
+    def validate_with_a_bar(plan: ValidationPlan, reporter: Reporter) -> object:
+        reporter.done("drafting", 1, 4, "batch")
         result = SimpleNamespace(refuted=False)
-        tell(result)
+        reporter.measured(result)
         return result
 
     screen = io.StringIO()

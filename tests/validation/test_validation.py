@@ -18,6 +18,7 @@ import pytest
 from helpers.random_assistants import GEOMETRIES, random_assistant
 from helpers.random_heads import head_config, random_head, write_head
 from helpers.record_document import TUNING
+from helpers.reporters import Recorder
 from helpers.schemas import validator
 from msgspec import structs
 from safetensors.torch import load_file, save_file
@@ -123,11 +124,11 @@ def test_what_was_measured_until_it_ends_is_told(
     plan: ValidationPlan, validation: Validation, monkeypatch: pytest.MonkeyPatch, at: int, measured: list[str]
 ) -> None:
     """The base alone, a chain of one, a chain of three: a call each."""
-    saved = list[Validation]()
+    reporter = Recorder()
     monkeypatch.setattr(worth_module.Timed, "of", stopping(at))
     with pytest.raises(KeyboardInterrupt):
-        run_validation(dataclasses.replace(plan, rescue=saved.append))
-    (found,) = saved
+        run_validation(plan, reporter)
+    (found,) = reporter.results
     assert [check.passed for check in found.checks] == [True] * len(found.checks)
     assert found.notes[-1] == "It ended early: what is missing was not measured."
     if at == 1:
@@ -328,18 +329,18 @@ def test_text_that_a_tree_spoils_is_seen(plan: ValidationPlan, monkeypatch: pyte
 def test_what_does_not_fit_is_said_before_anything_is_measured(
     plan: ValidationPlan, checkpoint: Path, tmp_path: Path
 ) -> None:
-    other, said = tmp_path / "other", list[str]()
+    other, reporter = tmp_path / "other", Recorder()
     random_assistant(GEOMETRIES["dense"]).save_pretrained(other)
-    wanted = dataclasses.replace(plan, source=None, beside=other, say=said.append)
+    wanted = dataclasses.replace(plan, source=None, beside=other)
     with pytest.raises(PairError, match="other: expected a base with a vocabulary of 60, found 512"):
-        run_validation(wanted)
+        run_validation(wanted, reporter)
     with pytest.raises(PairError, match=r"expected at most the base's \d+ tokens, found"):
-        run_validation(dataclasses.replace(wanted, beside=None, new_tokens=1 << 20))
-    assert said == [f"loading the base {plan.base}"] * 2
+        run_validation(dataclasses.replace(wanted, beside=None, new_tokens=1 << 20), reporter)
+    assert reporter.lines == [f"loading the base {plan.base}"] * 2
     for absent in ({"beside": Path("/absent")}, {"directory": Path("/absent")}, {"directory": Path(str(plan.base))}):
         with pytest.raises(CheckpointError, match=r"/absent: expected a checkpoint's directory|expected model_type"):
-            run_validation(dataclasses.replace(wanted, **absent))
-    assert len(said) == 2, "nothing is loaded for a directory that is none"
+            run_validation(dataclasses.replace(wanted, **absent), reporter)
+    assert len(reporter.lines) == 2, "nothing is loaded for a directory that is none"
 
 
 def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
