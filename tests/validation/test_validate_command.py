@@ -82,6 +82,7 @@ def test_sample(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[0] == "extracting the sample …"
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["verified"] and report["verdict"] in result.stdout
+    assert (report["drafter"], report["base"]["name"]) == ("the sample", "the sample's base")
     worth = {name: (row["tree"], row["drafts"]) for name, row in report["drafters"][0]["worth"].items()}
     assert worth == {"1": (None, 1), "2": (None, 2), "2x1": ("2x1", 4)}
 
