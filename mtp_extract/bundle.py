@@ -42,6 +42,7 @@ from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
 from mtp_extract.progress import SILENT, Reporter
 
 MODEL_TYPE = "mtp_drafter"
+GPU_MODEL_TYPE = "artisan_text_decoder"
 SIGNATURE = "mtp_drafter"
 
 # Elements of all the models that are tried when no section is called a drafter.
@@ -279,11 +280,10 @@ class Opened(AbstractContextManager["Opened"]):
             kind = file_kind(self.source.read(0, min(FIRST_BYTES_READ, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
         kinds = ", ".join(map(escape, sorted(self.model_types)))
-        return (
-            f"{name}: no section holds an MTP drafter. Models in it: {kinds or 'none'}. Files for GPU and web (one "
-            "artisan_text_decoder), of 12B and of Gemma 3n have no drafter: take the file without a suffix, such as "
-            "gemma-4-E4B-it.litertlm."
-        )
+        advice = "Give a file of E2B or E4B that has one, such as gemma-4-E4B-it.litertlm."
+        if GPU_MODEL_TYPE in self.model_types:
+            advice = "Files for GPU and web have none: take the file without a suffix, such as gemma-4-E4B-it.litertlm."
+        return f"{name}: no section holds an MTP drafter. Models in it: {kinds or 'none'}. {advice}"
 
     def close(self) -> None:
         """Close the source."""

@@ -171,6 +171,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
         _list(f"{len(sections)} sections", entries, "index", "type", "model_type", "begin", "size", "items")
     if trace := report.get("trace"):
         _show_trace(trace)
+    if "model" in report:
+        _list_tensors(report["model"])
     if drafter is not None:
         _show_drafter(drafter, is_skeleton=report["kind"] == "skeleton")
     elif "no_drafter" in report:
@@ -197,7 +199,7 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
         for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
     if "tensors" in model:
-        _list("Tensors", model["tensors"], "subgraph", "index", "type", "shape", "data", "quantization", "name")
+        _list_tensors(model)
     if "roles" in drafter:
         from mtp_extract.proof.proof import in_words
 
@@ -205,6 +207,10 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
         claim = "What a proof would say (of a skeleton, whose weights are left out)" if is_skeleton else "Proof"
         say_proof(claim, in_words(drafter["proof"]))
         _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
+
+
+def _list_tensors(model: Mapping[str, Any]) -> None:
+    _list("Tensors", model["tensors"], "subgraph", "index", "type", "shape", "data", "quantization", "name")
 
 
 def _show_trace(trace: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from mtp_extract.errors import MtpExtractError, escape
@@ -42,25 +41,35 @@ def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
     """The values of a drafter's graph in its order, the last one that which was refused."""
     reading = ReadGraph(graph)
     roles: Sequence[FoundRole] = ()
-    # What is refused is what a trace is made for.
-    with suppress(MtpExtractError):
+    why = ""
+    try:
         reading = read_drafter(graph)
         walker = DrafterWalk(reading)
         roles = walker.roles
         walker.walk()
-    return list(_lines(reading, {id(role.result): role.role for role in roles if role.result is not None}))
+    except MtpExtractError as error:
+        # What is refused is what a trace is made for.
+        why = str(error)
+    return list(_lines(reading, {id(role.result): role.role for role in roles if role.result is not None}, why))
 
 
-def _lines(reading: ReadGraph, roles: Mapping[int, str]) -> Iterator[TraceLine]:
-    """The values, up to the one that was refused; ``roles`` by ``id`` of the value that has one."""
+def _lines(reading: ReadGraph, roles: Mapping[int, str], why: str) -> Iterator[TraceLine]:
+    """The values, up to the one that was refused and ``why``; ``roles`` by ``id`` of the value that has one."""
     for node in reading.graph.nodes:
         for value in node.outputs:
             read_as, what = _taken_for(reading, value, roles.get(id(value)))
+            if read_as == REFUSED:
+                what = _reason(why, node.op.label)
             kind = escape(node.kind)
             shape = tuple(value.tensor.shape)
             yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, what)
             if read_as == REFUSED:
                 return
+
+
+def _reason(message: str, label: str) -> str:
+    """Why the operator was refused, without its label, which stands in the same line, and without what to do."""
+    return message.removeprefix(label).lstrip(" :").partition(". ")[0].rstrip(".")
 
 
 def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:

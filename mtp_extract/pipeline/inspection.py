@@ -61,7 +61,8 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
             raise
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
-        return Inspection({**report, "drafter": None, "problem": str(error)}, error)
+        listed = _tensors_of_refused(opened) if tensors else {}
+        return Inspection({**report, "drafter": None, "problem": str(error), **listed}, error)
     facts["base_model"] = published["base_model"] if published else None
     return Inspection({**report, "drafter": facts}, None)
 
@@ -95,6 +96,16 @@ def _trace(opened: Opened) -> list[dict[str, Any]]:
         # The inspection says it.
         return []
     return [asdict(line) for line in trace_drafter(graph)]
+
+
+def _tensors_of_refused(opened: Opened) -> dict[str, Any]:
+    """Every tensor of a drafter whose graph is refused; nothing where its model cannot be read either."""
+    try:
+        model = opened.drafter_model()
+    except MtpExtractError:
+        # The inspection says it.
+        return {}
+    return {"model": _model(model, tensors=True)}
 
 
 def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:

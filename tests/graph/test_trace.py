@@ -41,7 +41,26 @@ def test_the_trace_ends_at_the_operator_that_the_error_names(tmp_path: Path) -> 
 
     assert [line["read_as"] for line in lines].count("refused") == 1
     assert (lines[-1]["kind"], lines[-1]["read_as"]) == ("TANH", "refused")
-    assert f"op {lines[-1]['op']} TANH" in error
+    label = f"op {lines[-1]['op']} TANH"
+    assert label in error
+    assert lines[-1]["what"], "it says why"
+    assert f"{label} {lines[-1]['what']}" in error or f"{label}: {lines[-1]['what']}" in error
+
+
+def test_the_row_of_what_is_refused_says_why() -> None:
+    shown = run_here("inspect", variant("jax_hadamard"), "--graph").stdout
+
+    assert "refused        [1,64]       is a Hadamard rotation: the weights beside it are stored rotated" in shown
+
+
+def test_every_tensor_is_listed_of_a_graph_that_is_refused() -> None:
+    shown = run_here("inspect", variant("jax_hadamard"), "--tensors").stdout
+    report = json.loads(run_here("inspect", variant("jax_hadamard"), "--tensors", "--json").stdout)
+
+    assert report["drafter"] is None
+    tensors = report["model"]["tensors"]
+    assert len(tensors) == report["model"]["tensors_in_all"] > 100
+    assert "Tensors" in shown and all(tensor["name"] in shown for tensor in tensors[:3])
 
 
 @pytest.mark.parametrize("columns", [80, 120])
