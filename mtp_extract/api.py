@@ -5,6 +5,7 @@ Each loads what it needs when it is called: this module by itself loads nothing 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,6 +230,7 @@ def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
     from mtp_extract.evaluation.extras import require
+    from mtp_extract.io.opening import checkpoint_here
     from mtp_extract.io.place import check_place
     from mtp_extract.report.files import REPORT_LISTED
 
@@ -239,7 +241,8 @@ def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
 
     from mtp_extract.validation import page, run
 
-    validation = run.run_validation(plan, reporter)
+    directory, beside = (place and Path(checkpoint_here(place)) for place in (plan.directory, plan.beside))
+    validation = run.run_validation(replace(plan, directory=directory, beside=beside), reporter)
     reporter.measured(validation)
     if plan.report is not None:
         page.write_validation(validation, plan.report, **to)

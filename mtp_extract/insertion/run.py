@@ -23,7 +23,7 @@ from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
 from mtp_extract.insertion.loss import Losses
 from mtp_extract.insertion.plan import InsertionPlan, overlays
 from mtp_extract.insertion.slots import Location, Slot, match_roles
-from mtp_extract.io.opening import checkpoint_here, is_checkpoint
+from mtp_extract.io.opening import is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
@@ -55,7 +55,6 @@ def planned_insertion(
         UnsupportedError: what is to change cannot be stored; or what is asked for does not go together.
         MtpExtractError: a source that cannot be read.
     """
-    source = checkpoint_here(source, or_bundle=True)
     check_merged(Path(source))
     with ExitStack() as stack:
         if holds_base(Path(source)):

@@ -26,7 +26,6 @@ from mtp_extract.evaluation.base_texts import Continuations, write_texts
 from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
-from mtp_extract.io.opening import checkpoint_here
 from mtp_extract.io.typed import Tool
 from mtp_extract.pipeline.check import read_record
 from mtp_extract.pipeline.extraction import checkpoint_of, extract_drafter
@@ -96,8 +95,7 @@ def _find_drafter(plan: ValidationPlan, stack: ExitStack, reporter: Reporter) ->
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
         extract_drafter(sample_bundle(), directory, WritingPlan())
         return _SAMPLE, directory, plan.of_sample(directory)
-    directory = Path(checkpoint_here(plan.directory))
-    return public_name(str(directory)), directory, plan
+    return public_name(str(plan.directory)), plan.directory, plan
 
 
 def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
@@ -186,10 +184,9 @@ def _load_contenders(
     """The base, and beside it the drafter ``name`` in ``directory`` and the other one that the plan may have."""
     places = {name: directory}
     if plan.beside is not None:
-        beside = Path(checkpoint_here(plan.beside))
-        read_checkpoint(beside)
-        other = public_name(str(beside))
-        places[other if other != name else f"{other} (2)"] = beside
+        read_checkpoint(plan.beside)
+        other = public_name(str(plan.beside))
+        places[other if other != name else f"{other} (2)"] = plan.beside
     reporter.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     with memory_guard("loading the drafters"):
