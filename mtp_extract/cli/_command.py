@@ -145,13 +145,7 @@ def run(
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         # What is collected would be freed at the end anyway.
         gc.disable()
-    signal.signal(signal.SIGTERM, interrupt)
-    # A terminal that closes; not where `nohup` has it ignored.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, interrupt)
-    # A shell that starts a job in the background has it ignore Ctrl-C.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    _handle_signals()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, and leads nowhere
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
@@ -162,25 +156,46 @@ def run(
         except SystemExit:
             sys.stdout.flush()
             raise
-    except MtpExtractError as error:
-        status = _failed(_naming_options(error, app))
     except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
-    except MemoryError:
-        status = _failed(_OUT_OF_MEMORY)
-    except OSError as error:
-        # No permission on the way to a file, a name that is too long, a disk that fails: the system says it.
-        where = "a file or standard output" if error.filename is None else escape(error.filename)
-        # The reader of our output went away, as `| head` does: nothing is to be said.
-        status = 1 if error.errno == errno.EPIPE else _failed(f"{where}: {error.strerror or error}.")
-        if error.filename is None:
-            _give_up_stdout()
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
-        what = f"{type(error).__name__}: {escape(error)}".removesuffix(": ")
-        report = "This is a fault of mtp-extract: please report it, with what is shown when"
-        status = _failed(f"{what}. {report} {_DEBUG}=1 is set.")
+        status = _status_of(error, app)
     forget_interruptions()
     sys.exit(status)
+
+
+def _handle_signals() -> None:
+    """Leave by an exception at Ctrl-C, SIGTERM and SIGHUP, unless the command was started to ignore them."""
+    signal.signal(signal.SIGTERM, interrupt)
+    # A terminal that closes; not where `nohup` has it ignored.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, interrupt)
+    # A shell that starts a job in the background has it ignore Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _status_of(error: Exception, app: click.Command) -> int:
+    """The exit status of ``app``, once a line says what went wrong."""
+    if isinstance(error, MtpExtractError):
+        return _failed(_naming_options(error, app))
+    if isinstance(error, MemoryError):
+        return _failed(_OUT_OF_MEMORY)
+    if isinstance(error, OSError):
+        return _system_failed(error)
+    what = f"{type(error).__name__}: {escape(error)}".removesuffix(": ")
+    report = "This is a fault of mtp-extract: please report it, with what is shown when"
+    return _failed(f"{what}. {report} {_DEBUG}=1 is set.")
+
+
+def _system_failed(error: OSError) -> int:
+    """No permission on the way to a file, a name that is too long, a disk that fails: the system says it."""
+    where = "a file or standard output" if error.filename is None else escape(error.filename)
+    # The reader of our output went away, as `| head` does: nothing is to be said.
+    status = 1 if error.errno == errno.EPIPE else _failed(f"{where}: {error.strerror or error}.")
+    if error.filename is None:
+        _give_up_stdout()
+    return status
 
 
 def _give_up_stdout() -> None:

@@ -29,16 +29,21 @@ def show_written(
     say(head)
     if verbose:
         say_geometry(kind, record["geometry"], result.parameters)
-    total = size(sum(result.files.values()))
-    numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
-    holds = f"{result.integers} weights as integers" if result.integers else numbers
-    say(f"Wrote {where}/ ({record['layout']} format, {holds}, {total}), read back and compared")
+    say(f"Wrote {where}/ ({_contents(result)}), read back and compared")
     _say_evidence(kind, record, where, verbose=verbose)
     if verbose:
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
     command = next_command(engine.lower(), record, result.directory) if engine else None
     say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
+
+
+def _contents(result: ExtractionResult) -> str:
+    """The format, the kind of numbers and the size."""
+    record = result.record
+    numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
+    holds = f"{result.integers} weights as integers" if result.integers else numbers
+    return f"{record['layout']} format, {holds}, {size(sum(result.files.values()))}"
 
 
 def _say_evidence(kind: Architecture, record: Mapping[str, Any], where: str, *, verbose: bool) -> None:

@@ -82,7 +82,11 @@ def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     say_notes(plan.notes)
     if result is None:
         say("Nothing was written.")
-        return
+    else:
+        _show_result(plan, result)
+
+
+def _show_result(plan: InsertionPlan, result: InsertionResult) -> None:
     checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
     say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
     if result.proof is not None:

@@ -109,14 +109,31 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
     holds, place = report["holds"], escape(report["directory"])
     if record := report["extraction"]:
         say(f"{place}: {several(report['files'], 'file')} as recorded in extraction.json")
-        what = "converted" if record["converted_from"] else "extracted"
-        tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
-        say(f"  {what} from {escape(record['source']['name'])} by {tool}")
-        _say_changes(record)
-        if record.get("not_proven"):
-            say_not_proven(record, indent="  ")
+        _say_origin(record)
     else:
         say(f"{place}: without extraction.json")
+    _say_checks(report)
+    say_geometry(architecture_in(holds["format"]), holds["geometry"], holds["parameters"])
+    say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
+    for finding in holds["findings"]:
+        say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
+    say_notes(report["notes"])
+    if "tensors" in holds:
+        _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
+
+
+def _say_origin(record: Mapping[str, Any]) -> None:
+    """Where the record says that the drafter is from, and what was done to it since."""
+    what = "converted" if record["converted_from"] else "extracted"
+    tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
+    say(f"  {what} from {escape(record['source']['name'])} by {tool}")
+    _say_changes(record)
+    if record.get("not_proven"):
+        say_not_proven(record, indent="  ")
+
+
+def _say_checks(report: Mapping[str, Any]) -> None:
+    """What deriving every tensor from the bundle again has shown."""
     if report["against"] is None:
         say("  Not compared with a bundle (use --against BUNDLE).")
     else:
@@ -125,13 +142,6 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
             say(f"    {check['name']}: {escape(check['evidence'])}")
         if (compared := report["against_published"]) is not None:
             say(f"  {_comparison_with_published(compared)}")
-    say_geometry(architecture_in(holds["format"]), holds["geometry"], holds["parameters"])
-    say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
-    for finding in holds["findings"]:
-        say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
-    say_notes(report["notes"])
-    if "tensors" in holds:
-        _list("Tensors", holds["tensors"], "role", "type", "shape", "name")
 
 
 def _say_changes(record: Mapping[str, Any]) -> None:
@@ -160,11 +170,8 @@ def _comparison_with_published(compared: Mapping[str, Any]) -> str:
 def _show_bundle(report: Mapping[str, Any]) -> None:
     version = f" {report['version']}" if report["version"] else ""
     published = f", {report['known_bundle']}" if report["known_bundle"] else ""
-    drafter, holds = report["drafter"], "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
-    if drafter is not None:
-        base = drafter["base_model"]
-        holds = f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
-    say_all(f"{report['name']}: {report['kind']}{version}, {size(report['size'])}{published}; holds {holds}")
+    kind = f"{report['kind']}{version}, {size(report['size'])}{published}"
+    say_all(f"{report['name']}: {kind}; holds {_drafter_in(report)}")
     table(list(report["items"].items()))
     if sections := report["sections"]:
         entries = [section | {"items": {**section["items"], "model_type": None}} for section in sections]
@@ -173,10 +180,18 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
         _show_trace(trace)
     if "model" in report:
         _list_tensors(report["model"])
-    if drafter is not None:
+    if (drafter := report["drafter"]) is not None:
         _show_drafter(drafter, is_skeleton=report["kind"] == "skeleton")
     elif "no_drafter" in report:
         say(f"No drafter: {report['no_drafter']}")
+
+
+def _drafter_in(report: Mapping[str, Any]) -> str:
+    """Which drafter a bundle holds, for whom; or that it holds none."""
+    if (drafter := report["drafter"]) is None:
+        return "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
+    base = drafter["base_model"]
+    return f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
 
 
 def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
@@ -194,19 +209,28 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     if not drafter["layer_scalars"]:
         say("  no layer scalars in its graph, as in Google's files of April 2026: each is 1")
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
+    _show_signatures(model)
+    if "tensors" in model:
+        _list_tensors(model)
+    if "roles" in drafter:
+        _show_roles(drafter, is_skeleton=is_skeleton)
+
+
+def _show_signatures(model: Mapping[str, Any]) -> None:
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")
         for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
-    if "tensors" in model:
-        _list_tensors(model)
-    if "roles" in drafter:
-        from mtp_extract.proof.proof import in_words
 
-        _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
-        claim = "What a proof would say (of a skeleton, whose weights are left out)" if is_skeleton else "Proof"
-        say_proof(claim, in_words(drafter["proof"]))
-        _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
+
+def _show_roles(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
+    """Every constant of the graph: what it is, and why; and the proof."""
+    from mtp_extract.proof.proof import in_words
+
+    _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
+    claim = "What a proof would say (of a skeleton, whose weights are left out)" if is_skeleton else "Proof"
+    say_proof(claim, in_words(drafter["proof"]))
+    _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
 
 
 def _list_tensors(model: Mapping[str, Any]) -> None:

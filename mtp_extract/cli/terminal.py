@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from mtp_extract.errors import LONGEST_NAME, escape
 
 if TYPE_CHECKING:
+    from rich.table import Table as Grid
+
     from mtp_extract.report.page import ReportTable
 
 _UNBOUNDED = 1 << 16
@@ -112,25 +114,33 @@ def table(
         return
     # Half a tenth of a second to import: for who sees it alone.
     from rich.console import Console
+
+    cells = [[escape(_cell(cell), longest) for cell in row] for row in rows]
+    titles = head or [""] * len(rows[0])
+    console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
+    if _least_width([titles, *cells]) > console.width:
+        _list_rows(cells, head, indent)
+        return
+    are_numbers = [all(isinstance(cell, (int, float)) for cell in column) for column in zip(*rows, strict=True)]
+    with console.capture() as shown:
+        console.print(_grid(cells, titles, are_numbers, show_head=bool(head)))
+    for line in shown.get().splitlines():
+        _line(sys.stdout, (indent + line).rstrip().replace("\N{NO-BREAK SPACE}", " "))
+
+
+def _grid(
+    cells: Sequence[Sequence[str]], titles: Sequence[str], are_numbers: Sequence[bool], *, show_head: bool
+) -> Grid:
+    """The columns; a number stands to the right, and a short cell on one line."""
     from rich.table import Table as Grid
     from rich.text import Text
 
-    cells = [[escape(_cell(cell), longest) for cell in row] for row in rows]
-    grid = Grid(box=None, show_header=bool(head), pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for index, title in enumerate(head or [""] * len(rows[0])):
-        numeric = all(isinstance(row[index], (int, float)) for row in rows)
-        grid.add_column(Text(title), justify="right" if numeric else "left", overflow="fold")
+    grid = Grid(box=None, show_header=show_head, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for title, is_number in zip(titles, are_numbers, strict=True):
+        grid.add_column(Text(title), justify="right" if is_number else "left", overflow="fold")
     for row in cells:
         grid.add_row(*(Text(cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _SHORT else cell) for cell in row))
-
-    console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
-    if _least_width([head or [""] * len(rows[0]), *cells]) > console.width:
-        _list_rows(cells, head, indent)
-        return
-    with console.capture() as shown:
-        console.print(grid)
-    for line in shown.get().splitlines():
-        _line(sys.stdout, (indent + line).rstrip().replace("\N{NO-BREAK SPACE}", " "))
+    return grid
 
 
 def _least_width(rows: Sequence[Sequence[str]]) -> int:

@@ -150,6 +150,16 @@ def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
 
 def _show(outcome: Outcome, plan: TuningPlan) -> None:
     """What was made, the comparison before and after, and where all of it lies."""
+    _say_what_was_made(outcome, plan)
+    if not _is_unchanged(outcome, plan):
+        _show_comparisons(outcome.comparisons, plan)
+    say_notes(outcome.notes)
+    if outcome.directory is not None:
+        forced = f"; forced: {'; '.join(outcome.refused)}" if outcome.refused else ""
+        say(f"Wrote {escape(outcome.directory)}/, read back and compared{forced}")
+
+
+def _say_what_was_made(outcome: Outcome, plan: TuningPlan) -> None:
     record = outcome.record
     if _is_unchanged(outcome, plan):
         overall = outcome.comparisons.overall
@@ -170,12 +180,6 @@ def _show(outcome: Outcome, plan: TuningPlan) -> None:
             f"Trained {record['numbers']} numbers on {texts} texts, {record['steps_done']} steps, "
             f"best after {record['best_step']}{'; interrupted' if record['interrupted'] else ''}"
         )
-    if not _is_unchanged(outcome, plan):
-        _show_comparisons(outcome.comparisons, plan)
-    say_notes(outcome.notes)
-    if outcome.directory is not None:
-        forced = f"; forced: {'; '.join(outcome.refused)}" if outcome.refused else ""
-        say(f"Wrote {escape(outcome.directory)}/, read back and compared{forced}")
 
 
 def _share(agreement: Mapping[str, Any]) -> str:

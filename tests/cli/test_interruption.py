@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers.commands import run_here
 
-from mtp_extract.checkpoint import files
+from mtp_extract.checkpoint import files, safetensors_file
 from mtp_extract.io import place, threads
 from mtp_extract.pipeline import extraction
 
@@ -42,7 +42,7 @@ PLACES: dict[str, tuple[object, str]] = {
     "before anything is written": (files, "new_file"),
     "while it is written": (files, "write_all"),
     "before it is read back": (files, "_sums"),
-    "while it is read back": (files, "read_header"),
+    "while it is read back": (safetensors_file, "open_regular"),
     "before it is proven": (extraction, "prove_checkpoint"),
     "before it takes its name": (place, "_sync"),
     "while it takes its name": (os, "rename"),

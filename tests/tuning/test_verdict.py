@@ -117,7 +117,8 @@ def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
     corpus = Corpus(((text(0),),), (), (), 0)
     record = {"best_step": 0, "steps_done": 40, "numbers": 8, "interrupted": False}
     refused = tuple(same.refused())
-    monkeypatch.setattr(tune, "tune", lambda *_: Outcome(None, refused, same, corpus, record, ("of the base",)))
+    outcome = Outcome(None, refused, same, corpus, record, ("of the base",))
+    monkeypatch.setattr("mtp_extract.api.tune", lambda *_: outcome)
     with pytest.raises(SystemExit, match="1"):
         tune.tune_command(directory=Path("drafter"), base="base", out=Path("tuned"))
     shown = capsys.readouterr()
