@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -98,23 +98,21 @@ def plan_upload(
         HubError: ``words`` are given and the card was changed.
     """
     drafter = ReadDirectory.of(directory)
-    folder, record = drafter.directory, drafter.record
     contents = _contents(drafter)
-    report = _verdict_of_report(folder) if REPORT in contents else None
-
+    report = _verdict_of_report(drafter.directory) if REPORT in contents else None
     notes = list[str]()
-    if why := record.get("not_proven"):
+    if why := drafter.record.get("not_proven"):
         notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
-    if changed_card(folder, record):
+    if changed_card(drafter.directory, drafter.record):
         if words != UNSAID:
             raise HubError(
-                f"{escape(folder / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
-                "one that was changed. Write them into it, or delete it: it is then made anew."
+                f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to put words on it, "
+                "found one that was changed. Write them into it, or delete it: it is then made anew."
             )
         notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
     elif report is not None or words != UNSAID or CARD not in contents:
-        limits = format_named(drafter.layout).plan(drafter.checkpoint, record["dtype"]).limits
-        contents[CARD] = model_card(record, limits, report, words).encode()
+        limits = format_named(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
+        contents[CARD] = model_card(drafter.record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
 
 
@@ -168,11 +166,15 @@ def upload_directory(
         notes = tuple(note for note in notes if not note.startswith(CARD))
     files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
     paths = tuple(file.path for file in files)
-    url = f"{constants.ENDPOINT}/{repo_id}"
-    if dry_run:
-        return UploadResult(repo_id, url, None, private, True, None, paths, files, notes)
+    planned = UploadResult(repo_id, f"{constants.ENDPOINT}/{repo_id}", None, private, True, None, paths, files, notes)
+    return planned if dry_run else _send(planned, adds, _secret(token), beside=beside, force=force)
 
-    secret = _secret(token)
+
+def _send(
+    planned: UploadResult, adds: list[CommitOperationAdd], secret: str, *, beside: bool, force: bool
+) -> UploadResult:
+    """Send ``adds`` as ``planned``, into a repository that is made if need be; what has become of it."""
+    repo_id = planned.repository
     with _explained(repo_id, secret) as changes:
         hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
@@ -181,14 +183,17 @@ def upload_directory(
         if beside and not is_there:
             raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
         entries = _entries(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
+        if beside:
+            entries = {path: entry for path, entry in entries.items() if path in planned.sent}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
         if not force:
-            _check_others(repo_id, set(entries) & set(paths) if beside else set(entries), set(paths) - set(sent))
+            _check_others(repo_id, entries, set(planned.sent) - set(sent))
+
         if not is_there:
-            api.create_repo(repo_id, private=private)
-            changes.append(f"The repository was created on the way ({'private' if private else 'public'}).")
+            api.create_repo(repo_id, private=planned.private)
+            changes.append(f"The repository was created on the way ({'private' if planned.private else 'public'}).")
         commit = _commit(api, repo_id, adds)
-    return UploadResult(repo_id, url, commit, private, False, not is_there, sent, files, notes)
+    return replace(planned, commit=commit, dry_run=False, created=not is_there, sent=sent)
 
 
 def _secret(token: str | None) -> str:
@@ -220,10 +225,10 @@ def _gguf_alone(
     return [add for add in adds if add.path_in_repo == gguf]
 
 
-def _check_others(repo_id: str, present: Collection[str], unchanged: Collection[str]) -> None:
-    """Raise a HubError where of the files ``present`` in a repository some are not ``unchanged``."""
+def _check_others(repo_id: str, entries: Collection[str], unchanged: Collection[str]) -> None:
+    """Raise a HubError where some of a repository's ``entries`` are not ``unchanged``."""
     # The Hub puts a .gitattributes into a new repository by itself.
-    if others := sorted(set(present) - set(unchanged) - {".gitattributes"}):
+    if others := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
         raise HubError(
             f"{repo_id}: the repository holds other files, {few(others)}. Nothing was sent. "
             "Choose another name, or write into it all the same: its history keeps what is replaced.",
