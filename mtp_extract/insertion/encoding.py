@@ -40,7 +40,7 @@ _NOISE = 1e-5
 _ELEMENTS = 1 << 17
 
 
-Doubles = npt.NDArray[np.float64]
+_Doubles = npt.NDArray[np.float64]
 
 
 class Scales(NamedTuple):
@@ -393,7 +393,7 @@ def _measure_codes(slot: Slot, leader: Slot, values: Floats, first: int, last: i
     return _Measured(is_stored, chosen, Sums(float(lost.sum()), float(changed.sum()), squares(values)))
 
 
-def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: Doubles) -> tuple[Scales, Doubles]:
+def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: _Doubles) -> tuple[Scales, _Doubles]:
     """Scales of ``values``, of each group the ``present`` ones, which lose ``lost``, or the rule's where these lose
     less; and what they lose, as sums of squares."""
     rule = Scales(*storage.scales_for(values))
@@ -442,9 +442,9 @@ def _rounding_of(storage: Storage, steps: Floats, within: bool = False) -> Float
     return apart
 
 
-def _squares_by_group(scales: Scales, steps: Floats) -> Doubles:
+def _squares_by_group(scales: Scales, steps: Floats) -> _Doubles:
     """Of each group the sum of the squares of distances in ``steps``, as those of numbers."""
-    sums: Doubles = np.einsum("rgc,rgc->g", steps, steps)
+    sums: _Doubles = np.einsum("rgc,rgc->g", steps, steps)
     if not np.isfinite(sums).all():
         sums = np.einsum("rgc,rgc->g", steps, steps, dtype=np.float64)
     return sums * np.square(scales.step.astype(np.float64))

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from ai_edge_litert import schema_py_generated as schema
+from ai_edge_litert.interpreter import Interpreter, OpResolverType
+from safetensors.numpy import load_file
 from seam import GEMMA4, read_base, roles_of
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from helpers.bases import PREFIX, Weights, _stored, _write
 from helpers.make_bundle import added, bundle, code_of, kind, load, pack, parts_of, set_buffer
@@ -54,6 +58,51 @@ def tuned(weights: Weights) -> None:
         if weight.ndim == 2:
             noise = random.standard_normal(weight.shape)
             weights[name] = (weight + 0.02 * weight.std() * noise).astype(np.float32)
+
+
+def logits_of_google(bundle: Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """What Google's interpreter computes of ``tokens``, one after the other: ``[tokens, vocabulary]``."""
+    embed, embed_per_layer, decode = (_runner(bundle, kind) for kind in ("embedder", "per_layer_embedder", "decode"))
+    forms = decode.get_input_details()
+    caches = {name: np.zeros(form["shape"], form["dtype"]) for name, form in forms.items() if name.startswith("kv_")}
+    logits = []
+    for position, token in enumerate(tokens):
+        token_ids = np.array([[token]], np.int32)
+        ends = np.zeros(forms["param_tensor"]["shape"], np.int32)
+        ends.reshape(-1)[:3] = position, position + 1, position + 1
+        results = decode(
+            embeddings=embed(token_ids=token_ids)["embeddings"],
+            per_layer_embeddings=embed_per_layer(token_ids=token_ids)["embeddings"],
+            input_pos=np.array([position], np.int32),
+            mask=(np.arange(forms["mask"]["shape"][-1]) <= position)[None, None, None],
+            param_tensor=ends,
+            **caches,
+        )
+        caches = {name: results[name] for name in caches}
+        logits.append(results["logits"][0, 0])
+    return np.stack(logits)
+
+
+def _runner(bundle: Path, name: str) -> Any:
+    """The signature decode, or that of an embedder, computed in integers as it is stored."""
+    kind = "prefill_decode" if name == "decode" else name
+    data = next(part.data for part in parts_of(bundle) if part.items["model_type"] == f"tf_lite_{kind}")
+    plain = OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    interpreter = Interpreter(model_content=bytes(data), num_threads=1, experimental_op_resolver_type=plain)
+    first = next(iter(interpreter.get_signature_list()))
+    return interpreter.get_signature_runner(name if name == "decode" else first)
+
+
+def logits_of_transformers(weights: Weights, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """What transformers computes in float32 with ``weights``: ``[tokens, vocabulary]``."""
+    text = json.loads((MOBILE / "config.json").read_text())["text_config"]
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**text)).eval()
+    state = {f"model.{name.removeprefix(PREFIX)}": torch.from_numpy(weight) for name, weight in weights.items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    with torch.inference_mode():
+        logits: npt.NDArray[np.float32] = model(torch.tensor([list(map(int, tokens))])).logits[0].numpy()
+    return logits
 
 
 def edited_twin(out: Path, source: Path = TWIN, **edits: Edit) -> Path:

@@ -18,6 +18,9 @@ from helpers.twin_base import (
     TWIN,
     decoder_of,
     edited_twin,
+    floats,
+    logits_of_google,
+    logits_of_transformers,
     multiplied,
     number,
     numbers_of,
@@ -36,8 +39,10 @@ from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, com
 from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
+from mtp_extract.litertlm.storage import Packing
 
 PROJECTION = "per_layer_model_projection"
+_FEW_BITS = (Packing(2, signed=True), Packing(4, signed=True))
 HALF, ROOT = 2**-0.5, 16**0.5
 
 
@@ -144,6 +149,55 @@ def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None
         plan.write(tmp_path / "back.litertlm")
     counts = compared(tmp_path / "back.litertlm", MOBILE).counts
     assert counts[EQUAL] == 129  # but for the projection, whose floats have no codes
+
+
+def _held(bundle: Path, base: Path) -> Weights:
+    """What ``bundle`` holds of the tensors of ``base``, in floats."""
+    weights = Weights()
+    with open_bundle(bundle) as opened:
+        for match in match_roles(find_base(opened).places, read_base(base).weights):
+            if match.name is not None and match.role != "lm_head":
+                columns = [slot.held.array() for slot in match.slots]
+                weights[match.name] = np.concatenate(columns, axis=-1).reshape(match.shape)
+    return weights
+
+
+def test_what_a_bundle_computes_is_what_it_holds_of_a_tuned_base(tmp_path: Path) -> None:
+    """Google's interpreter beside transformers: with what was put in as with what was there. What is lost against the
+    tuned base itself, rounding lost, and no other scales would have lost less."""
+    base = twin_base(tmp_path / "tuned", tuned)
+    new = put(base, TWIN, tmp_path / "new.litertlm")
+    wanted = floats()
+    tuned(wanted)
+    held = _held(new, base)
+    texts = np.random.default_rng(11).integers(3, 512, (4, 40))
+
+    def correlation(bundle: Path, weights: Weights) -> float:
+        pairs = [(logits_of_google(bundle, text), logits_of_transformers(weights, text)) for text in texts]
+        return float(np.mean([np.corrcoef(one.ravel(), other.ravel())[0, 1] for one, other in pairs]))
+
+    before, after = correlation(TWIN, floats()), correlation(new, held)
+    assert before > 0.93 and after > before - 0.01
+
+    with planned_insertion(base, TWIN) as plan:
+        encodings = {role: of_role for role, of_role in plan.encodings.items() if role.startswith("layers.5.")}
+    few_bits = [each for of_role in encodings.values() for each in of_role if each.storage.packing in _FEW_BITS]
+    assert len(few_bits) == 5
+    for encoding in few_bits:
+        name = encoding.slot.new.name
+        least = _least_loss(wanted[name], encoding.scales.scale, encoding.storage.bounds)
+        assert np.square(held[name] - wanted[name]).sum() < 1.05 * least.sum(), name
+
+
+def _least_loss(weight: np.ndarray, scale: np.ndarray, bounds: tuple[int, int]) -> np.ndarray:
+    """Of each row the least sum of squares that nearest codes lose, over scales around ``scale``, each moved to where
+    its codes lose least."""
+    least = np.full(len(weight), np.inf)
+    for factor in np.linspace(0.6, 1.4, 161):
+        codes = np.clip(np.rint(weight / (factor * scale[:, None])), *bounds)
+        best = (weight * codes).sum(1) / np.maximum(np.square(codes).sum(1), 1)
+        least = np.minimum(least, np.square(weight - codes * best[:, None]).sum(1))
+    return least
 
 
 def _stretched(weights: Weights) -> None:
