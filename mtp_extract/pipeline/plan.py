@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import EVERY, NAMES, choose
+from mtp_extract.formats import ENGINES, EVERY, NAMES, choose
 from mtp_extract.options import check_choice
 
 DtypeName = Literal["bf16", "f16", "f32", "codes"]
@@ -33,7 +33,7 @@ class WritingPlan:
         """Raise PlanError where a name is none of its choices."""
         check_choice("dtype", self.dtype, DTYPE_NAMES)
         check_choice("quantize", self.quantize, RULE_NAMES)
-        if self.format is not None and self.format.lower() not in NAMES:
+        if self.format is not None and self.format.lower() not in (*ENGINES, *EVERY):
             check_choice("format", self.format, NAMES)
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:
