@@ -12,7 +12,7 @@ ahead of another is asked of the texts, by the mean of its lead and what this va
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,12 +83,17 @@ def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Tex
     for rows in groups([len(text.tokens) for text in texts], BATCH):
         chosen = [texts[row] for row in rows]
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
-        ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen])
+        ends = torch.tensor([_last_drafted(text, base.stop_token_ids) for text in chosen])
         for table, drafter in zip(tables, drafters, strict=True):
             forced = teacher_forced(base, drafter, chosen, steps, full=full)
             table.index_add_(0, torch.tensor(rows)[forced.text], _expected_of_anchors(forced, ends))
     tokens = np.array([float(len(text.anchors)) for text in texts])
     return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]
+
+
+def _last_drafted(text: Text, stops: Collection[int]) -> int:
+    """The index of the last token up to which an engine drafts."""
+    return len(text.tokens) - 1 - (text.tokens[-1] not in stops)
 
 
 def _expected_of_anchors(forced: Agreement, ends: torch.Tensor) -> torch.Tensor:

@@ -93,9 +93,7 @@ def count_expected(
     """
     if not isinstance(drafter, MtpDrafter):
         return ExpectedCounts({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
-    conventions = (LITERT, TRANSFORMERS)
-    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
-    best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
+    best, sound = _better_convention(drafter, base, texts, steps)
     if lag is None:
         return ExpectedCounts({SOUND: sound}, best)
     faulty = break_drafter(drafter, best, base.num_layers, max(1, round(lag)))
@@ -103,3 +101,10 @@ def count_expected(
     least = _MOVES * sound.tokens.sum()
     changing = {name: counts for name, counts in by_fault if np.abs(counts.accepted - sound.accepted).sum() >= least}
     return ExpectedCounts({SOUND: sound, **changing}, best)
+
+
+def _better_convention(drafter: MtpDrafter, base: Base, texts: Sequence[Text], steps: int) -> tuple[Convention, Counts]:
+    """The query position by which the drafter drafts better, and what it comes to there."""
+    conventions = (LITERT, TRANSFORMERS)
+    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
+    return max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))

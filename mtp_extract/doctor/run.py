@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,35 +47,50 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
     identity = identify(place, public_name(str(place)))
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     prompts = list({prompt.key: prompt for prompt in all_prompts}.values())
-    answers: list[Answer] | None = None
-    serving = None
-    if plan.server is not None:
-        with Server(plan.server, model=plan.model, key=plan.key) as server:
-            reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
-            answers = ask_all(server, plan, prompts)
-            serving = _serving(server, answers)
-    drafts = plan.drafts or _drafts_of(answers or ())
-    settings = {
-        "max_tokens": plan.max_tokens,
-        "chat_template": plan.chat_template,
-        "prompts": len(prompts),
-        "drafts": drafts or _DRAFTS,
-        "drafts_known": drafts is not None,
-    }
+    answers, serving = _ask_server(plan, prompts, reporter)
 
     reporter.say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
     with memory_guard("loading the drafter"):
         drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
     checks = check_fit(place, identity, drafter, loaded)
-    base = public_name(plan.base)
-    diagnosis = Diagnosis(drafter=identity, base=base, settings=settings, serving=serving, checks=checks)
+    diagnosis = Diagnosis(
+        drafter=identity,
+        base=public_name(plan.base),
+        settings=_settings(plan, len(prompts), answers or ()),
+        serving=serving,
+        checks=checks,
+    )
     diagnosis.notes += (*read_checkpoint(place).notes, *loaded.notes)
     if all(check.passed is not False for check in checks):
         generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
         with memory_guard("running the base"):
             _read_texts(diagnosis, generator, prompts, answers, plan, reporter)
     return judge_diagnosis(diagnosis)
+
+
+def _ask_server(
+    plan: DoctorPlan, prompts: Sequence[Prompt], reporter: Reporter
+) -> tuple[list[Answer] | None, Serving | None]:
+    """The answers to ``prompts``, and what the server counted of all; None without a server."""
+    if plan.server is None:
+        return None, None
+    with Server(plan.server, model=plan.model, key=plan.key) as server:
+        reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
+        answers = ask_all(server, plan, prompts)
+        return answers, _serving(server, answers)
+
+
+def _settings(plan: DoctorPlan, prompts: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    """As asked for; drafts a round by the server's counters, where the plan does not say them."""
+    drafts = plan.drafts or _drafts_of(answers)
+    return {
+        "max_tokens": plan.max_tokens,
+        "chat_template": plan.chat_template,
+        "prompts": prompts,
+        "drafts": drafts or _DRAFTS,
+        "drafts_known": drafts is not None,
+    }
 
 
 def _read_texts(
@@ -168,16 +184,25 @@ def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedB
         checks = [_same(what.removesuffix(" of"), *both) for what, *both in compare_needs(base, drafter.needs)]
     if drafter.needs.shared_kv:
         checks += _attention(drafter.config, base)
-    # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.
-    size, fits = len(loaded.tokenizer), len(loaded.tokenizer) <= base.vocab_size
-    beyond = "" if fits else "; a text with a token beyond these is refused"
-    checks.append(Check("tokenizer's size", fits or None, f"{size} tokens, {base.vocab_size} in the base{beyond}"))
+    checks.append(_tokenizer_size(len(loaded.tokenizer), base.vocab_size))
     if (file := place / "tokenizer.json").is_file():
         checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
-    named = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
-    what = f"made for {identity.made_for or 'a base that is not known'}; here it is {named}, {loaded.dtype}"
-    is_named = named == (identity.made_for or "").rpartition("/")[2]
-    return [*checks, Check("made for this base", True if is_named else None, escape(what))]
+    return [*checks, _made_for(identity, loaded)]
+
+
+def _tokenizer_size(size: int, vocab_size: int) -> Check:
+    """Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit."""
+    fits = size <= vocab_size
+    beyond = "" if fits else "; a text with a token beyond these is refused"
+    return Check("tokenizer's size", fits or None, f"{size} tokens, {vocab_size} in the base{beyond}")
+
+
+def _made_for(identity: Identity, loaded: LoadedBase) -> Check:
+    """Whether the base has the name of the one that the drafter was made for."""
+    name = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
+    what = f"made for {identity.made_for or 'a base that is not known'}; here it is {name}, {loaded.dtype}"
+    is_named = name == (identity.made_for or "").rpartition("/")[2]
+    return Check("made for this base", True if is_named else None, escape(what))
 
 
 def _same(name: str, drafter: object, base: object) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,20 +78,32 @@ def read_samples(
     by_prompt: Sequence[Answer | None] = answers or [None] * len(encoded)
     _check_vocabulary(generator, answers or ())
     bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
-    prompts = [_as_read(*pair, bos) for pair in zip(encoded, by_prompt, strict=True)]
+    prompts = [_as_read(prompt, answer, bos) for prompt, answer in zip(encoded, by_prompt, strict=True)]
     written = list[TokenIds]([()] * len(prompts))
     if not all(answer is not None and answer.token_ids is not None for answer in by_prompt):
         written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
 
-    readable = list[Sample]()
-    for here, prompt, answer, reference in zip(encoded, prompts, by_prompt, written, strict=True):
-        tokens = reference if answer is None else _tokens(generator, answer, reference)
-        if tokens is not None:
-            text = Text((*prompt, *tokens), len(prompt))
-            readable.append(Sample(text, answer, _is_alike(here, prompt, answer), without_bos=prompt == here[1:]))
+    parts = zip(encoded, prompts, by_prompt, written, strict=True)
+    readable = [sample for part in parts if (sample := _read_sample(generator, *part)) is not None]
     again = find_repeats([sample.text.tokens for sample in readable])
     usable = [sample for index, sample in enumerate(readable) if sample.text.anchors and index not in again]
     return [sample for sample in usable if _says_accepted(sample.answer)] or usable
+
+
+def _read_sample(
+    generator: SpeculativeGenerator, here: TokenIds, prompt: TokenIds, answer: Answer | None, reference: TokenIds
+) -> Sample | None:
+    """A text of the server's, or of the reference without one; None where its tokens cannot be known.
+
+    Args:
+        here: the prompt as the base's tokenizer has it; ``prompt`` as the server read it.
+        reference: what the reference wrote after it.
+    """
+    tokens = reference if answer is None else _tokens(generator, answer, reference)
+    if tokens is None:
+        return None
+    text = Text((*prompt, *tokens), len(prompt))
+    return Sample(text, answer, _is_alike(here, prompt, answer), without_bos=prompt == here[1:])
 
 
 def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]) -> None:
@@ -145,25 +158,50 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     Args:
         stops: tokens that end a text.
     """
-    table = np.zeros((len(chosen), 3))
-    by_step = list[list[int]]()
-    for row, sample in zip(table, chosen, strict=True):
-        answer = sample.answer
-        length = len(sample.text.anchors)
-        if answer is None or answer.counted is None or answer.counted.accepted is None:
+    counted = list[_Counted]()
+    for sample in chosen:
+        counts = _counted(sample, steps, stops)
+        if counts is None:
             return None
-        rounds, accepted = answer.counted.rounds, answer.counted.accepted
-        if rounds is not None:
-            positions = [*(answer.counted.positions or ()), *[0] * steps][:steps]
-            beyond = max(0, accepted - _room(sample.text, answer, rounds, stops))
-            for step in [step for step, count in enumerate(positions) if count][::-1][:beyond]:
-                positions[step] -= 1
-            accepted -= beyond
-            if answer.counted.positions is not None and sum(positions) == accepted:
-                by_step.append(positions)
-        row[:] = length, max(1, length - accepted) if rounds is None else rounds, accepted
-    accepted_by_step = np.array(by_step, np.float64) if len(by_step) == len(chosen) else None
-    return Counts(table[:, 0], table[:, 1], table[:, 2], accepted_by_step) if table[:, 1].sum() else None
+        counted.append(counts)
+    rounds = np.array([counts.rounds for counts in counted], np.float64)
+    if not rounds.sum():
+        return None
+    by_step = [counts.by_step for counts in counted if counts.by_step is not None]
+    return Counts(
+        tokens=np.array([float(len(sample.text.anchors)) for sample in chosen]),
+        rounds=rounds,
+        accepted=np.array([counts.accepted for counts in counted], np.float64),
+        by_step=np.array(by_step, np.float64) if len(by_step) == len(chosen) else None,
+    )
+
+
+class _Counted(NamedTuple):
+    """What a server counted of one text."""
+
+    rounds: float
+    accepted: float
+    by_step: list[int] | None  # accepted drafts at each step; None where the server does not say
+
+
+def _counted(sample: Sample, steps: int, stops: Collection[int]) -> _Counted | None:
+    """The counters of one text, without drafts beyond its end; None where they are not reported."""
+    answer = sample.answer
+    if answer is None or answer.counted is None or answer.counted.accepted is None:
+        return None
+    accepted = answer.counted.accepted
+    rounds = answer.counted.rounds
+    if rounds is None:
+        return _Counted(max(1, len(sample.text.anchors) - accepted), accepted, None)
+
+    beyond = max(0, accepted - _room(sample.text, answer, rounds, stops))
+    accepted -= beyond
+    if answer.counted.positions is None:
+        return _Counted(rounds, accepted, None)
+    by_step = [*answer.counted.positions, *[0] * steps][:steps]
+    for step in [step for step, count in enumerate(by_step) if count][::-1][:beyond]:
+        by_step[step] -= 1
+    return _Counted(rounds, accepted, by_step if sum(by_step) == accepted else None)
 
 
 def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> int:
@@ -173,16 +211,21 @@ def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> in
     return max(0, added - rounds + (added > length or text.tokens[-1] in stops))
 
 
-def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
-    """Whether the texts are what this base would write after these prompts."""
+def _likeliest_hits(generator: SpeculativeGenerator, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every token after the prompts: the number of its text, and whether the base finds it likeliest."""
     rows = []
-    for group in groups([len(sample.text.tokens) for sample in chosen], BATCH):
-        texts = [chosen[row].text for row in group]
-        likeliest = likeliest_of_base(generator.base, texts)
-        for row, text, hits_of_text in zip(group, texts, likeliest.double(), strict=True):
-            part = hits_of_text[max(1, text.prompt_length) - 1 : len(text.tokens) - 1]
+    for group in groups([len(text.tokens) for text in texts], BATCH):
+        likeliest = likeliest_of_base(generator.base, [texts[row] for row in group])
+        for row, hits_of_text in zip(group, likeliest.double(), strict=True):
+            part = hits_of_text[max(1, texts[row].prompt_length) - 1 : len(texts[row].tokens) - 1]
             rows.append((torch.full((len(part),), row), part))
     text_of, hits = (torch.cat(column) for column in zip(*rows, strict=True))
+    return text_of, hits
+
+
+def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
+    """Whether the texts are what this base would write after these prompts."""
+    text_of, hits = _likeliest_hits(generator, [sample.text for sample in chosen])
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
     return TextFit(
         texts=len(chosen),

@@ -79,6 +79,12 @@ def _judge_served(diagnosis: Diagnosis, serving: Serving) -> Diagnosis:
     if unsteady := _unsteady(diagnosis.settings, serving):
         return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {unsteady}.", [_STEADY])
 
+    return _judge_counts(diagnosis)
+
+
+def _judge_counts(diagnosis: Diagnosis) -> Diagnosis:
+    """The verdict on counts that can be compared with what is expected."""
+    rates = _rates(diagnosis)
     (sound,) = (fit for fit in diagnosis.fits if fit.name == SOUND)
     missing = sound.missing
     if missing.ci95 is None or missing.value is None:
@@ -136,13 +142,13 @@ def _below(diagnosis: Diagnosis, is_named: bool) -> Diagnosis:
 
     likeliest, second = diagnosis.fits[:2]
     what = _fault_in_words(likeliest)
-    other = _fault_in_words(second)
     low, high = likeliest.missing.ci95 or (0.0, 0.0)
     if low > _NEAR or high < -_NEAR:
         missing = in_100_tokens(likeliest)
         diagnosis.findings.append(f"{what}, the likeliest, leaves {missing} drafts in 100 tokens unexplained")
         why = "no fault that is known explains it"
     else:
+        other = _fault_in_words(second)
         diagnosis.findings.append(f"{what} is likelier than {other} by e^{second.behind:.2f} a text")
         if is_named:
             steps = (f"look at {FAULTS[likeliest.name][1]}", *_ELSEWHERE)
