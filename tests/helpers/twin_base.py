@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
-from safetensors.numpy import load_file
 from seam import GEMMA4, read_base, roles_of
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
