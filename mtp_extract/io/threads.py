@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -43,6 +42,9 @@ def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     Raises:
         Interrupted: a signal came, at any time since the program began: what was made is not to be used.
     """
+    # It loads logging: for who has several things to do at once.
+    from concurrent.futures import ThreadPoolExecutor
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(cores) as pool:
         results = list(pool.map(work, items))
