@@ -103,17 +103,23 @@ def plan_upload(
     notes = list[str]()
     if why := drafter.record.get("not_proven"):
         notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
-    if changed_card(drafter.directory, drafter.record):
-        if words != UNSAID:
-            raise HubError(
-                f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to put words on it, "
-                "found one that was changed. Write them into it, or delete it: it is then made anew."
-            )
+    if _is_changed_by_hand(drafter, words):
         notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
     elif report is not None or words != UNSAID or CARD not in contents:
         limits = format_named(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
         contents[CARD] = model_card(drafter.record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
+
+
+def _is_changed_by_hand(drafter: ReadDirectory, words: CardWords) -> bool:
+    """Whether the card is no longer the one that was written; HubError where ``words`` would be put on such a one."""
+    is_changed = changed_card(drafter.directory, drafter.record)
+    if is_changed and words != UNSAID:
+        raise HubError(
+            f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
+            "one that was changed. Write them into it, or delete it: it is then made anew."
+        )
+    return is_changed
 
 
 def _contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
@@ -176,7 +182,6 @@ def _send(
     """Send ``adds`` as ``planned``, into a repository that is made if need be; what has become of it."""
     repo_id = planned.repository
     with _explained(repo_id, secret) as changes:
-        hide_queries()
         api = HfApi(token=secret, library_name="mtp-extract")
         # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
         is_there = api.repo_exists(repo_id)
@@ -269,6 +274,7 @@ def _explained(repo_id: str, token: str) -> Iterator[list[str]]:
     Yields a list of what was changed at the Hub so far, in sentences, which the error says too.
     """
     changes = list[str]()
+    hide_queries()
     try:
         yield changes
     except (HubError, CheckpointError):

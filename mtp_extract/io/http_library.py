@@ -25,7 +25,7 @@ STATUSES = {
 }
 """What a status means, of the Hub's where its answer does not say more."""
 
-_BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+_BUSY = dict.fromkeys((408, 425, 500, 502, 503, 504), "is not available") | {429: "limits the rate of requests"}
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 _SECRET = re.compile(r"\b(?:hf_\w+|Bearer\s+\S+)")
 _LONGEST_WORDS = 400  # characters of what a server says
@@ -93,9 +93,8 @@ def _meaning(error: BaseException) -> tuple[str, bool]:
     from huggingface_hub import errors
 
     http, response = http_library(), response_of(error)
-    status = getattr(response, "status_code", 0)
-    if status in _BUSY:
-        return f"the server {'limits the rate of requests' if status == 429 else 'is not available'} ({status})", True
+    if (status := getattr(response, "status_code", 0)) in _BUSY:
+        return f"the server {_BUSY[status]} ({status})", True
     rows: tuple[tuple[Any, str, bool], ...] = (  # the first decides
         (http.TimeoutException, "the server does not answer in time", True),
         ((http.ConnectError, http.ProxyError), f"the server cannot be reached: {escape(error)}", True),

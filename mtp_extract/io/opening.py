@@ -181,7 +181,7 @@ def checkpoint_here(
             _check_merged(escape(text), os.listdir(text))
         return text
 
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     folder = replace(folder, path=f"{folder.path.rstrip('/')}/" if folder.path else "")
     if or_bundle or not constants.HF_HUB_OFFLINE:
@@ -189,8 +189,12 @@ def checkpoint_here(
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         _check_listing(folder, sizes, largest)
-    if not fetch:
-        return text
+    return _downloaded(folder) if fetch else text
+
+
+def _downloaded(folder: HubAddress) -> str:
+    """The path in the Hub's cache of ``folder``, which is fetched into it."""
+    from huggingface_hub import snapshot_download
 
     def download() -> str:
         pattern = f"{glob.escape(folder.path)}*"
