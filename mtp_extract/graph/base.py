@@ -288,10 +288,10 @@ def _writers(graph: FlatGraph) -> dict[str, Node]:
     return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
-def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
-    """The roles of ``known`` in the graph of another signature, by the bytes that their constants share.
+def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
+    """The roles of ``decoder`` in the graph of another signature, by the bytes that their constants share.
 
-    A signature computes the first layers of ``known``, or all of them. Roles of these that share no bytes are looked
+    A signature computes the first layers of ``decoder``, or all of them. Roles of these that share no bytes are looked
     for by their numbers: converters may store norms once a signature. Where several roles hold the same numbers, a
     constant plays each of them, so that they can only be changed together.
 
@@ -299,7 +299,7 @@ def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
         UnsupportedError: the graph has weights of its own, or lacks some, or one that may as well be no weight.
     """
     by_place: dict[_Place, list[FoundRole]] = defaultdict(list)
-    for role in known.roles:
+    for role in decoder.roles:
         if role.tensor is not None:
             by_place[_stored(graph, role.tensor)].append(role)
     numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
@@ -309,11 +309,11 @@ def match_base(graph: FlatGraph, known: BaseWalk) -> BaseWalk:
     # A constant of several roles may be there for one of them alone.
     computed = {roles[0].role for _, roles in roles_of_value if len(roles) == 1}
     present = {role.role for role in matched}
-    missing = [role for role in _expected(known, computed) if role.role not in present]
-    matched += _match_by_numbers(graph, known, missing, strangers)
+    missing = [role for role in _expected(decoder, computed) if role.role not in present]
+    matched += _match_by_numbers(graph, decoder, missing, strangers)
     _check_strangers(strangers, matched)
     roles = in_order(matched)
-    return BaseWalk(roles, set_aside(graph, roles), 0, known.width, None, None)
+    return BaseWalk(roles, set_aside(graph, roles), 0, decoder.width, None, None)
 
 
 def _check_strangers(strangers: Sequence[Value], matched: Sequence[FoundRole]) -> None:

@@ -100,8 +100,8 @@ def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axi
     batch = range(len(cache.view.axes) - 2)
     axes = _axes_of(cache, slots.label, dimensions.label, cache.view.running(batch))
     shape = reading.graph.inputs[cache.name].tensor.shape
-    others = (size for axis, size in enumerate(shape) if axis not in axes)
-    has_all_slots = shape[axes[1]] == reading.positions.slots and max(others, default=1) == 1
+    others = {size for axis, size in enumerate(shape) if axis not in axes}
+    has_all_slots = shape[axes[1]] == reading.positions.slots and others <= {1}
     if not has_all_slots or not set(cache.view.starts) <= {slots.label}:
         raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
     heads = np.zeros(cache.view.shape[:-2], np.int64) if axes[0] is None else cache.view.places(batch, axes[0])

@@ -143,8 +143,8 @@ def _whole(call: Call, function: Callable[..., Any], *operands: Array) -> Array:
     return _within(call, function(*(x.astype(np.int64) for x in operands)), operands[0].dtype)
 
 
-def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = False) -> Kernel:
-    """An operator of ``count`` operands of one type; ``whole`` where it makes integers of integers."""
+def _elementwise(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
+    """An operator of ``count`` operands of one type; ``on_integers`` where it makes integers of integers."""
 
     def kernel(call: Call, *operands: Array) -> Array:
         if len(operands) != count:
@@ -157,7 +157,7 @@ def _elementwise(function: Callable[..., Any], count: int, *, whole: bool = Fals
             )
         if len(names) > 1 or (types and types != names):
             raise call.refuse(f"mixes {' and '.join(sorted(names | types))}")
-        if whole and operands[0].dtype.kind != "f":
+        if on_integers and operands[0].dtype.kind != "f":
             return _whole(call, function, *operands)
         return np.asarray(function(*operands))
 
@@ -192,10 +192,10 @@ def _rounded_to_half(x: Array, kind: TensorType) -> Array:
     return np.where(np.isfinite(x), upper.view(np.float32), x)
 
 
-def _batch_matmul(call: Call, left: Array, right: Array) -> Array:
+def _batch_matmul(call: Call, first: Array, other: Array) -> Array:
     if {call.tensor(0).type, call.tensor(1).type} != {TensorType.FLOAT32}:
         raise call.refuse("multiplies matrices of other types than FLOAT32")
-    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((left, right)))
+    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((first, other)))
     call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     return np.asarray(np.matmul(a, b))
 
@@ -207,7 +207,7 @@ _WHOLE = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.
 _WHOLE |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
 _ELEMENTWISE: dict[str, Kernel] = {
     **{function.__name__.upper(): _elementwise(function, function.nin) for function in _FUNCTIONS},
-    **{kind: _elementwise(function, function.nin, whole=True) for kind, function in _WHOLE.items()},
+    **{kind: _elementwise(function, function.nin, on_integers=True) for kind, function in _WHOLE.items()},
     "CAST": _cast,
     "DIV": _elementwise(np.divide, 2),
     "RSQRT": _elementwise(lambda x: 1 / np.sqrt(x), 1),
@@ -224,12 +224,12 @@ ELEMENTWISE = frozenset(_ELEMENTWISE)
 def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array, ...]:
     """What an operator that moves elements makes of ``arrays``, which stand for its operands that are moved."""
     moving, places = iter(arrays), LAYOUT[node.kind]
-    given = [
+    operands = [
         next(moving) if i in places else graph.integers(value).reshape(value.tensor.shape)
         for i, value in enumerate(node.inputs)
         if value is not None
     ]
-    results = MOVING[node.kind](Call(graph, node), *given)
+    results = MOVING[node.kind](Call(graph, node), *operands)
     return tuple(map(np.asarray, results)) if isinstance(results, tuple) else (np.asarray(results),)
 
 
@@ -245,14 +245,14 @@ def evaluate(
     graph: FlatGraph,
     inputs: Mapping[str, Array],
     wanted: Sequence[Value],
-    known: Mapping[int, Array] = MappingProxyType({}),
+    overrides: Mapping[int, Array] = MappingProxyType({}),
 ) -> list[Array]:
     """What ``wanted`` are, for every sample.
 
     Args:
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
             :data:`~mtp_extract.graph.call.NUMPY_TYPES`.
-        known: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
+        overrides: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
 
     Returns:
         per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
@@ -263,13 +263,13 @@ def evaluate(
         RoleError: a value is read and nothing computes it.
         FormatError: operands do not fit the operator.
     """
-    reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(known))}
-    nodes = _nodes_of(graph, (value for key, value in reached.items() if key not in known))
+    reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(overrides))}
+    nodes = _nodes_of(graph, (value for key, value in reached.items() if key not in overrides))
     samples = max(map(len, inputs.values()), default=1)
     step = max(1, _AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)]))
     _spend(graph, wanted[0], reached.values(), samples, step)
 
-    shared = {key: np.moveaxis(array, 0, -1) for key, array in known.items()}
+    shared = {key: np.moveaxis(array, 0, -1) for key, array in overrides.items()}
     parts = [_Samples(graph, fed, dict(shared)).compute(nodes, wanted) for fed in _split(inputs, samples, step)]
     several = {name for name, array in inputs.items() if len(array) > 1}
     return [
@@ -313,10 +313,10 @@ def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples:
 class _Samples:
     """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
 
-    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], known: dict[int, Array]) -> None:
+    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array]) -> None:
         self.graph = graph
         self.inputs = inputs
-        self.known = known
+        self.arrays = arrays
 
     def compute(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
         """What ``wanted`` are; a value without further readers is forgotten."""
@@ -326,16 +326,16 @@ class _Samples:
                 self._compute(node)
                 for value in (*node.inputs, *node.outputs):
                     if last.get(id(value), node) is node:
-                        self.known.pop(id(value), None)
+                        self.arrays.pop(id(value), None)
             return [self._read(value) for value in wanted]
 
     def _read(self, value: Value) -> Array:
-        if id(value) in self.known:
-            return self.known[id(value)]
+        if id(value) in self.arrays:
+            return self.arrays[id(value)]
         if value.unproduced:
             raise RoleError(f"{value.label} is read, and no op computes it: an op was lost after the graph was made.")
         if value.input_name is None:
-            return self.known.setdefault(id(value), _constant(self.graph, value.tensor)[..., None])
+            return self.arrays.setdefault(id(value), _constant(self.graph, value.tensor)[..., None])
         if value.input_name not in self.inputs:
             raise UnsupportedError(f"The input {escape(value.input_name)!r} is none that this release can fill.")
         return self.inputs[value.input_name]
@@ -362,7 +362,7 @@ class _Samples:
                 raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
             if array.shape[:-1] != tuple(value.tensor.shape):
                 raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
-            self.known[id(value)] = array
+            self.arrays[id(value)] = array
 
 
 def _check_bits(call: Call) -> None:
@@ -424,8 +424,10 @@ def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[A
         contiguous = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))
         return contiguous.view((np.void, samples * x.itemsize))
 
-    made = KERNELS[call.node.kind](call, *((record(x) if i in moved else x)[..., 0] for i, x in enumerate(operands)))
-    results = made if isinstance(made, tuple) else (made,)
+    moved_records = KERNELS[call.node.kind](
+        call, *((record(x) if i in moved else x)[..., 0] for i, x in enumerate(operands))
+    )
+    results = moved_records if isinstance(moved_records, tuple) else (moved_records,)
     return tuple(np.asarray(each, order="C")[..., None].view(dtype) for each in results)
 
 

@@ -125,7 +125,7 @@ class Leaf(MaskTree):
 
 
 @dataclass(frozen=True)
-class Number(Leaf):
+class MaskNumber(Leaf):
     """The same number for each slot."""
 
     number: float
@@ -187,7 +187,7 @@ class InWindow(MaskTree):
 
     tree: MaskTree
     window: SlotWindow
-    elsewhere: Number
+    elsewhere: MaskNumber
 
     def effect(self, cases: Cases) -> Effect:
         return self.tree.effect(cases).where(cases.within[self.window], self.elsewhere.effect(cases))

@@ -66,21 +66,21 @@ class Masks:
         """Positions ``at``, ``[samples]``, with what ``free`` says of mask inputs and windows there, ``[samples, 1]``;
         a mask input that it does not name shows all."""
         values = attention.mask_values
-        shown = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
-        inputs = self._inputs(inputs_of(values), at, shown)
+        contents = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
+        inputs = self._inputs(inputs_of(values), at, contents)
         for value in values:
             self._check_slot_by_slot(value)
         arrays = evaluate(self.graph, inputs, values) if values else []
         numbers = {id(value): array for value, array in zip(values, arrays, strict=True)}
         within = {window: self._within(window, at, free.get(window)) for window in attention.all_windows}
-        return Cases(at, self.slots, shown, numbers, within)
+        return Cases(at, self.slots, contents, numbers, within)
 
-    def _inputs(self, names: frozenset[str], at: Ids, shown: Mapping[str, Bools]) -> dict[str, Array]:
-        """The inputs ``names`` at positions ``at``, as runtimes fill them where masks show what ``shown`` says."""
+    def _inputs(self, names: frozenset[str], at: Ids, contents: Mapping[str, Bools]) -> dict[str, Array]:
+        """The inputs ``names`` at positions ``at``, as runtimes fill them where masks show what ``contents`` says."""
         inputs = self.positions.fed(names, at)
-        for name in names & set(shown):
+        for name in names & set(contents):
             value = self.graph.inputs[name]
-            rows = np.broadcast_to(shown[name], (at.size, self.slots))
+            rows = np.broadcast_to(contents[name], (at.size, self.slots))
             hidden = HIDDEN_BY_FLOATS.get(value.tensor.type)
             inputs[name] = fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
         return inputs

@@ -122,7 +122,7 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     check_operands(node)
     places = data_operands(node)
     operands = [_operand(reading, v) if i in places else v for i, v in enumerate(node.inputs) if v is not None]
-    if any(v is not None and v.depends and not isinstance(reading.forms.get(id(v)), Term) for v in node.inputs):
+    if not all(isinstance(reading.forms.get(id(value)), Term) for value in node.inputs if value and value.depends):
         if not reading.strict:
             raise UnreadableError("brings an activation together with a mask or the position")
         return read_inside(reading, node, operands)

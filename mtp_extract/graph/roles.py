@@ -136,13 +136,13 @@ class NameCheck:
     contradicted: Mapping[str, tuple[str, ...]]
 
 
-def check_names(found: Iterable[FoundRole], num_layers: int) -> NameCheck:
+def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
     """Compare every role with the names that its constant, or the result of its op, carries."""
     roles = {role.name: role for role in roles_of(num_layers)}
     confirmed = []
     unrecognised = []
     contradicted = {}
-    for constant in found:
+    for constant in constants:
         is_matrix = len(constant.shape) == 2
         names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as
         named = roles_named(names, is_matrix=is_matrix) & roles.keys()

@@ -18,6 +18,7 @@ from mtp_extract.errors import FormatError, RoleError, UnsupportedError
 from mtp_extract.graph.expressions import Doubles, Ids
 from mtp_extract.graph.flat import Value
 from mtp_extract.graph.forms import QueryTerms, ScoreRows
+from mtp_extract.graph.mask_trees import Bools
 from mtp_extract.graph.positions import Positions
 from mtp_extract.litertlm.storage import Floats
 
@@ -193,9 +194,7 @@ def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, 
     """
     width = rotated.number.shape[1]
     used = rotated.number != 0
-    element = rotated.element - head[:, None, None] * width
-    own = np.arange(width)[:, None]
-    pair = np.stack([element == own, element == np.roll(own, width // 2)], 1)
+    pair = _pair_of(rotated.element - head[:, None, None] * width)
     if width % 2 or (used & ~pair.any(1)).any():
         raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
     number = np.where(used[:, None] & pair, rotated.number[:, None], 0)
@@ -204,6 +203,14 @@ def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, 
         raise RoleError(f"{name}.attention: its heads are rotated differently.")
 
     return number[0], by[0]
+
+
+def _pair_of(element: Ids) -> Bools:
+    """Where the terms of each dimension, ``[rows, dimensions, terms]``, are of its own element, and where of the other
+    of its pair, ``[rows, 2, dimensions, terms]``.
+    """
+    dimensions = np.arange(element.shape[1])[:, None]
+    return np.stack([element == dimensions, element == np.roll(dimensions, dimensions.size // 2, 0)], 1)
 
 
 def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: int) -> None:
@@ -245,11 +252,7 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     Raises:
         UnsupportedError: no theta and share make this table.
     """
-    rotated_count = int(np.count_nonzero(table))
-    is_filled = rotated_count >= 2 and not table[rotated_count:].any()
-    begins_with_1 = abs(table[0] - 1.0) <= _EXACT + allowed[0]
-    if not (is_filled and begins_with_1 and (table >= 0).all() and (table <= 1 + allowed).all()):
-        raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
+    rotated_count = _rotated_count(name, table, allowed)
     exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
@@ -261,6 +264,15 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
             if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _EXACT)).all()):
                 return rope
     raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")
+
+
+def _rotated_count(name: str, table: Doubles, allowed: Doubles) -> int:
+    """How many entries of a table turn: they begin with 1, none is above, and the others are 0."""
+    count = int(np.count_nonzero(table))
+    is_share = (table >= 0).all() and (table <= 1 + allowed).all()
+    if count < 2 or table[count:].any() or not is_share or abs(table[0] - 1.0) > _EXACT + allowed[0]:
+        raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
+    return count
 
 
 def _theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:

@@ -19,9 +19,9 @@ from mtp_extract.graph.mask_trees import (
     Add,
     InWindow,
     Leaf,
+    MaskNumber,
     MaskTree,
     MaskValue,
-    Number,
     Score,
     Select,
     SlotWindow,
@@ -181,7 +181,7 @@ def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View,
         return operand.scores.tree
     number = reading.expressions.number_of(operand)
     if number is not None:
-        return Number(number)
+        return MaskNumber(number)
     if value is None or value.depends & Depends.DATA:
         raise UnreadableError("brings a score together with another activation")
     # Masks are read along their last axis: so that of the slots has to be.
@@ -197,12 +197,12 @@ def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View,
 
 def _factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
     """What an operator multiplies a score by that no mask has met; None where it does something else."""
-    numbers = [part.number for part in parts if isinstance(part, Number)]
+    numbers = [part.number for part in parts if isinstance(part, MaskNumber)]
     if kind == "NEG":
         return -1.0
     if kind == "MUL" and len(numbers) == 1:
         return numbers[0]
-    is_divisor = len(parts) == 2 and isinstance(parts[1], Number)
+    is_divisor = len(parts) == 2 and isinstance(parts[1], MaskNumber)
     return 1 / numbers[0] if kind == "DIV" and is_divisor and numbers[0] else None
 
 
@@ -242,7 +242,7 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
     is_run = np.array_equal(places, np.arange(places.size))
     if numbers.size != 1 or start != table or not is_run or shape != full_shape:
         raise UnreadableError("puts scores where they do not belong")
-    tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), Number(float(numbers[0])))
+    tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), MaskNumber(float(numbers[0])))
     by_slot = np.outer([each == label for each in scored.view.labels], np.arange(reading.positions.slots))
     return scored.with_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
 

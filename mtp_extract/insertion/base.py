@@ -56,7 +56,7 @@ def find_base(opened: Opened) -> BundledBase:
     first = read_first(model)
     nodes = Budget(_MOST_NODES)
     decoder = _walk(model, first, walk_base, nodes)
-    by_bytes = partial(match_base, known=decoder)
+    by_bytes = partial(match_base, decoder=decoder)
     for signature in _of_own_graphs(model):
         walked = decoder if signature.subgraph == first.subgraph else _walk(model, signature, by_bytes, nodes)
         for placed in walked.roles:

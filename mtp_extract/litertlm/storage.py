@@ -489,9 +489,10 @@ def _checked(
         raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
     if packing.bits > 8 and (scale.size != 1 or zero_point.any()):
         raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
-    low, high = packing.lowest, packing.highest
-    if zero_point.size and (zero_point.min() < low or zero_point.max() > high):
-        raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {low}…{high}.")
+    outside = (zero_point < packing.lowest) | (zero_point > packing.highest)
+    if outside.any():
+        codes = f"{packing.lowest}…{packing.highest}"
+        raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {codes}.")
     if zero_point.size != scale.size:
         zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
     return scale, zero_point.reshape(scale.shape)

@@ -204,12 +204,7 @@ def inspect_checkpoint(
             checks = verify_against(read, opened)
             against = opened.source.name
             published = compare_with_published(opened.source, reporter)
-    problem = None
-    if wrong := sum(finding.is_error for finding in read.written.findings):
-        problem = CheckpointError(
-            f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
-            "Convert it, or change its config as said."
-        )
+    problem = _problem(read)
     report = {
         "directory": str(read.directory),
         "files": len({*read.record["files"]} - {CARD, *read.changed}) if read.is_recorded else None,
@@ -222,6 +217,16 @@ def inspect_checkpoint(
         "holds": _contents(read, tensors),
     }
     return Inspection(report, problem)
+
+
+def _problem(read: ReadDirectory) -> CheckpointError | None:
+    wrong = sum(finding.is_error for finding in read.written.findings)
+    if not wrong:
+        return None
+    return CheckpointError(
+        f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
+        "Convert it, or change its config as said."
+    )
 
 
 def _contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:

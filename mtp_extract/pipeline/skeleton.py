@@ -144,9 +144,12 @@ def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -
         is_handed_on = not meets and (node.kind in LAYOUT or node.kind in CONVERSIONS)
         if is_handed_on and any(may_be.get(id(result), True) for result in node.outputs):
             return True
-    return value.tensor.elements > _LARGEST_NUMBER and not any(
-        result.depends & (Depends.POSITION | Depends.MASK) for node, _ in value.consumers for result in node.outputs
-    )
+    return value.tensor.elements > _LARGEST_NUMBER and not _meets(value, Depends.POSITION | Depends.MASK)
+
+
+def _meets(value: Value, depends: Depends) -> bool:
+    """Whether something is computed of it and of what ``depends`` says."""
+    return any(result.depends & depends for node, _ in value.consumers for result in node.outputs)
 
 
 def _is_rotation(graph: FlatGraph, node: Node) -> bool:

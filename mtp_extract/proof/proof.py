@@ -23,7 +23,7 @@ from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.expressions import LARGEST_FACTOR
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.storage import Floats, read_floats
+from mtp_extract.litertlm.storage import Floats, QuantizedTensor, read_floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.rotations import check_rotations
@@ -197,11 +197,15 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     """Whether ``weight`` is the codes of ``constant`` themselves, each with its own scale, and none of them huge."""
     if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None or weight.folded:
         return False
-    source = constant.source
+    if weight.source.tensor is not constant.source.tensor or weight.steps.factor != constant.factor:
+        return False
+    return _has_steps_of(weight, constant.source)
+
+
+def _has_steps_of(weight: Weight, source: QuantizedTensor) -> bool:
+    """Whether the steps of ``weight`` are the scales and zero points of ``source``, and none of its codes is huge."""
     storage = source.storage
     steps = weight.steps
-    if weight.source.tensor is not source.tensor or steps.factor != constant.factor:
-        return False
     if storage.groups > 1 and storage.columns % steps.block:
         return False
     first_elements = np.arange(weight.rows)[:, None] * weight.columns + np.arange(0, weight.columns, steps.block)
