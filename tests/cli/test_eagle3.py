@@ -7,12 +7,10 @@ from pathlib import Path
 
 from click.testing import CliRunner
 from helpers.commands import run
-from helpers.prompt_files import write_prompts
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
 
-from mtp_extract.cli import convert, inspect, validate
-from mtp_extract.data import sample_base
+from mtp_extract.cli import convert, inspect
 
 RUNNER = CliRunner()
 
@@ -50,20 +48,8 @@ def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
     assert "says hidden_act gelu_pytorch_tanh" in shown.stderr
 
 
-def test_it_is_measured_beside_its_base(tmp_path: Path, sample: Path) -> None:
-    """With random weights: what is measured is bad, and the text the base's all the same."""
-    config = head_config(backbone_hidden_size=64, hidden_size=64, vocab_size=512, draft_vocab_size=512)
-    directory = write_head(tmp_path / "head", random_head(config))
-    prompts = write_prompts(tmp_path / "prompts.jsonl", {"code": ["def ", "import os"]})
-    told = [str(directory), "--base", str(sample_base()), "--prompts", str(prompts), "--draft-steps", "2"]
-    result = RUNNER.invoke(validate.app, [*told, "--new-tokens", "12", "--no-chat-template", "--json"])
-    assert result.exit_code in (0, 1), result.output
-    report = json.loads(result.stdout)
-    (head,) = report["drafters"]
-    worth = head["worth"]["2"]
-    assert worth["same_text"] == 2
-    assert head["agreement"]["steps"][0]["top1"] is not None and not report["controls"]
-    assert any("the controls are those of an MTP drafter" in note for note in report["notes"])
-    refused = run("validate", directory, "--source", sample)
+def test_a_head_is_not_compared_with_a_bundle(tmp_path: Path, sample: Path) -> None:
+    """Measured beside its base it is in ``validation/test_validation.py``."""
+    refused = run("validate", write_head(tmp_path / "head", random_head(head_config())), "--source", sample)
     assert refused.returncode == 1
     assert "Expected an MTP drafter, found an EAGLE-3 head" in refused.stderr and "(--source)" in refused.stderr

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.prompt_files import few_of, write_prompts
-from helpers.threads import one_thread
+from helpers.threads import single_thread  # noqa: F401 - a fixture
 
 import mtp_extract
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
@@ -16,12 +15,6 @@ from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.speculate.loop import SpeculativeGenerator
-
-
-@pytest.fixture(scope="session", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="session")

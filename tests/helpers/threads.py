@@ -1,19 +1,17 @@
-"""How many threads PyTorch computes with."""
+"""How many threads PyTorch computes with, for the conftest.py of folders."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
+import pytest
 import torch
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def single_thread() -> Iterator[None]:
     """Small matrices are too little work for two."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ import torch
 from helpers.beside import beside
 from helpers.random_pairs import random_base, random_drafter
 from helpers.reporters import Recorder
-from helpers.threads import one_thread
+from helpers.threads import single_thread  # noqa: F401 - a fixture
 
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.roles import MATRIX
@@ -122,9 +122,9 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 
 @pytest.fixture(scope="package", autouse=True)
 def _small() -> Iterator[None]:
-    """One thread, a base that is loaded once, and few shipped prompts: each is a text the base writes."""
+    """A base that is loaded once, and few shipped prompts: each is a text the base writes."""
     few = shipped_prompts(1)
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
         patch.setattr(train_module, "ANCHORS", 6)
         patch.setattr(ordered, "RANDOM_PROMPTS", 64)

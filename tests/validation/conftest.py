@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.first_pair import first_base, first_bundle
 from helpers.prompt_files import write_prompts
-from helpers.threads import one_thread
+from helpers.threads import single_thread  # noqa: F401 - a fixture
 
 import mtp_extract
 from mtp_extract.bundle import Shard
@@ -27,12 +27,6 @@ FEW = {
     "prose": ["The harbour was empty.", "Snow fell on the railway.", "Tell me about bridges."],
 }
 NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="session", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="session")
