@@ -23,19 +23,19 @@ from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
 
 
 @dataclass(frozen=True)
-class Mode:
+class TrainingMode:
     matrices: str  # "kept" as they are, trained on their stored "grid", or "free", as floats
     learning_rate: float  # of the matrices, at a width of 64; inversely proportional to it
     norms_learning_rate: float  # of norms and factors, in units of their size
 
 
-MODES: Mapping[str, Mode] = MappingProxyType(
+MODES: Mapping[str, TrainingMode] = MappingProxyType(
     {
-        "norms": Mode("kept", 0.0, 3e-3),
-        "qat": Mode("grid", 1.5e-3, 3e-3),
-        "float": Mode("free", 1e-3, 1e-3),
+        "norms": TrainingMode("kept", 0.0, 3e-3),
+        "qat": TrainingMode("grid", 1.5e-3, 3e-3),
+        "float": TrainingMode("free", 1e-3, 1e-3),
         # An untrained head has nothing to unlearn, and takes larger steps.
-        "eagle3": Mode("free", 3e-3, 3e-3),
+        "eagle3": TrainingMode("free", 3e-3, 3e-3),
     }
 )
 """By name. Norms and factors are trained in each."""
@@ -50,7 +50,7 @@ class Latents(nn.Module):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, mode: Mode, device: torch.device | str = "cpu", idle: Sequence[str] = ()
+        self, checkpoint: Checkpoint, mode: TrainingMode, device: torch.device | str = "cpu", idle: Sequence[str] = ()
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
@@ -128,7 +128,7 @@ class Latents(nn.Module):
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _trained_roles(checkpoint: Checkpoint, mode: Mode, idle: Sequence[str]) -> Iterator[Role]:
+def _trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequence[str]) -> Iterator[Role]:
     kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
     # Choosing the clusters of an ordered head passes no gradient. What the first norm of an EAGLE-3 head would learn,
     # fc learns, whatever the sizes of states.
