@@ -170,8 +170,7 @@ def checkpoint_here(
         SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
         CheckpointError: it is a LoRA adapter.
     """
-    # A Path has lost one of its slashes.
-    text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
+    text = _with_slashes(source)
     folder = None if os.path.lexists(text) else parse_address(text)
     if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
         what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
@@ -190,6 +189,11 @@ def checkpoint_here(
             return text
         _check_listing(folder, sizes, largest)
     return _downloaded(folder) if fetch else text
+
+
+def _with_slashes(source: str | os.PathLike[str]) -> str:
+    """``source`` as text: an address in a Path has lost one of its slashes."""
+    return re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
 
 
 def _downloaded(folder: HubAddress) -> str:
