@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, NoCodesError
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, Integers, Packing, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats, Integers, Packing
 from mtp_extract.litertlm.tflite import TfliteModel
 
 ROW_STEP = 8

@@ -32,7 +32,8 @@ from mtp_extract.graph.call import (
     ints,
 )
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
-from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats, widened
+from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES, widened
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.flexbuffer import read_numbers
-from mtp_extract.litertlm.storage import FLOAT_TYPES, read_floats
+from mtp_extract.litertlm.quantized import read_floats
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Operator, Signature, Subgraph, Tensor, TensorType, TfliteModel
 
 _DEEPEST_COMPOSITE = 8

@@ -8,7 +8,8 @@ from mtp_extract.errors import AnotherKindError
 from mtp_extract.graph.call import CONVERSIONS, keeps_numbers
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Node, Value
-from mtp_extract.litertlm.storage import FLOAT_TYPES, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
 PRODUCT = "FULLY_CONNECTED"

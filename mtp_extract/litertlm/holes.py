@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.storage import Floats, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import ELEMENT_BITS
 
 PAGE = 4096

@@ -25,7 +25,7 @@ from mtp_extract.io.place import check_place
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.holes import missing_rows, zero_pages
 from mtp_extract.litertlm.published import known_bundle
-from mtp_extract.litertlm.storage import QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.pipeline.unproven import offering_unproven, read_unproven

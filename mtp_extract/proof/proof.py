@@ -23,7 +23,8 @@ from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.expressions import LARGEST_FACTOR
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.storage import Floats, QuantizedTensor, read_floats
+from mtp_extract.litertlm.quantized import QuantizedTensor, read_floats
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 from mtp_extract.proof.rotations import check_rotations

@@ -35,7 +35,8 @@ from mtp_extract.evaluation.extras import why_unusable
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats, QuantizedTensor
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TensorType, TfliteModel
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (

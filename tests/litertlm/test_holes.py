@@ -14,7 +14,8 @@ import mtp_extract
 from mtp_extract.bundle import Opened
 from mtp_extract.io.source import BytesSource, Region
 from mtp_extract.litertlm.holes import PAGE, missing_rows, zero_pages
-from mtp_extract.litertlm.storage import Floats, QuantizedTensor, Storage
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import Floats, Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 ROWS, COLUMNS = 512, 64

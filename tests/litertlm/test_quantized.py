@@ -13,7 +13,8 @@ from hypothesis.extra.numpy import arrays
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.io.source import Region
-from mtp_extract.litertlm.storage import CODE_TYPES, QuantizedTensor, Storage
+from mtp_extract.litertlm.quantized import QuantizedTensor
+from mtp_extract.litertlm.storage import CODE_TYPES, Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 

@@ -16,7 +16,7 @@ from helpers.variant_files import VARIANTS, variant
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import FormatError, MtpExtractError
-from mtp_extract.litertlm.storage import read_floats
+from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.pipeline.skeleton import write_skeleton
 
 LEAST = 48

@@ -1,0 +1,216 @@
+"""A constant of a model with its quantization: read and checked, and its numbers, some at a time.
+
+The element type decides, never the presence of metadata: an F32 tensor is taken as it is, whatever scales it carries
+(dequantizing the norms of published drafters zeroes them). Any range of elements that begins on a byte can be read
+alone, 1 MiB of float32 at a time, so that what is worked on stays in a core's own cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.errors import FormatError, UnsupportedError, several
+from mtp_extract.io.source import Region
+from mtp_extract.litertlm.storage import (
+    CHUNK_ELEMENTS,
+    CODE_TYPES,
+    FLOAT_TYPES,
+    LARGEST_SCALE,
+    Floats,
+    Integers,
+    Packing,
+    Storage,
+    widened,
+)
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, Blockwise, Quantization, Tensor, TensorType, TfliteModel
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A constant with what is needed to read it. Nothing is read until asked for.
+
+    Attributes:
+        storage: how it lies in the file: as rows of elements that share a scale.
+        scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
+            scales are widened.
+        zero_point: int64, shaped like ``scale`` (zeros when none are stored); empty for floats.
+    """
+
+    tensor: Tensor
+    location: Region
+    storage: Storage
+    scale: Floats
+    zero_point: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, model: TfliteModel, tensor: Tensor) -> QuantizedTensor:
+        """``tensor`` with its quantization, checked.
+
+        Raises:
+            UnsupportedError: sparse, multi-axis or custom quantization, or an element type without numbers.
+            FormatError: scales that do not fit the shape, or are not finite and non-negative.
+        """
+        if tensor.sparse:
+            raise UnsupportedError(f"{tensor.label} is stored sparse, which this release cannot read.")
+        location = model.locate(tensor)
+        type_ = TensorType(tensor.type_id)
+        quantization = tensor.quantization
+        if type_ in FLOAT_TYPES:
+            plain = Storage(type_, tensor.shape, "none")
+            return cls(tensor, location, plain, np.empty(0, np.float32), np.empty(0, np.int64))
+        if type_ not in CODE_TYPES:
+            raise UnsupportedError(f"{tensor.label}: weights of type {tensor.type_name} are not supported.")
+        if quantization is None:
+            raise FormatError(f"{tensor.label} holds integers and no scale to read them with.")
+        if quantization.details not in ("none", "blockwise"):
+            raise UnsupportedError(
+                f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
+            )
+        scale, zero_point = _checked(tensor, CODE_TYPES[type_], *_scales_of(model, tensor, quantization))
+        storage = _storage_of(type_, tensor, quantization, symmetric=not zero_point.any())
+        return cls(tensor, location, storage, scale, zero_point)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the codes are packed; None for floats."""
+        return self.storage.packing
+
+    def codes(self, begin: int = 0, end: int | None = None) -> Integers:
+        """The codes of elements ``[begin, end)``, flat, as stored; zero points are not subtracted.
+
+        Args:
+            begin: of an element that begins on a byte, such as a multiple of 8.
+
+        Raises:
+            UnsupportedError: a tensor of floats has none.
+        """
+        if self.packing is None:
+            raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
+        end = self.tensor.elements if end is None else end
+        return self.packing.unpack(self._bytes(begin, end))[: end - begin]
+
+    def floats(self, begin: int = 0, end: int | None = None) -> Floats:
+        """The numbers of elements ``[begin, end)``, flat, float32; ``begin`` as for :meth:`codes`.
+
+        Raises:
+            FormatError: a floating-point tensor holds values that are not finite.
+        """
+        end = self.tensor.elements if end is None else end
+        result = np.empty(end - begin, np.float32)
+        # Whole rows where they are short, so that each is multiplied by its scale at once.
+        row = math.lcm(max(self.storage.columns, 1), 8)
+        step = CHUNK_ELEMENTS // row * row or CHUNK_ELEMENTS
+        for at in range(begin, end, step):
+            part = result[at - begin : at - begin + step]
+            # By the type, never by the scales: floats may carry some that mean nothing.
+            if self.packing is None:
+                np.copyto(part, widened(self._bytes(at, at + part.size), self.storage.type))
+                if not np.isfinite(part).all():
+                    raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
+            else:
+                np.copyto(part, self.codes(at, at + part.size))
+                self.storage.scale_codes(part, self.scale.reshape(-1), self.zero_point.reshape(-1), at)
+        return result
+
+    def dequantize(self) -> Floats:
+        """All numbers, float32, in the tensor's shape."""
+        return self.floats().reshape(self.tensor.shape)
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        bits = ELEMENT_BITS[self.storage.type]
+        return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
+
+
+def _scales_of(model: TfliteModel, tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
+    if quantization.blockwise is not None:
+        return _block_scales(model, tensor, quantization.blockwise)
+    return _channel_scales(tensor, quantization)
+
+
+def _storage_of(type_: TensorType, tensor: Tensor, quantization: Quantization, *, symmetric: bool) -> Storage:
+    """How codes lie with scales that were checked."""
+    if quantization.blockwise is not None:
+        return Storage(type_, tensor.shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
+    if quantization.scales.count == 1:
+        return Storage(type_, tensor.shape, "per_tensor", symmetric=symmetric)
+    return Storage(type_, tensor.shape, "per_channel", quantization.axis, symmetric=symmetric)
+
+
+def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales and zero points, one of all or one a channel."""
+    # Counted before they are read: a vector may claim the rest of the file.
+    scales = quantization.scales.count
+    zeros = quantization.zero_points.count
+    axis = quantization.axis
+    if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
+        raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
+    if zeros not in (0, 1, scales):
+        raise FormatError(
+            f"{tensor.label} has {several(zeros, 'zero point')} for {several(scales, 'scale')}; expected none, 1, or "
+            "one per scale. The file is damaged: fetch it again."
+        )
+    return quantization.scale, quantization.zero_point
+
+
+def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales and zero points of blocks, ``[…, blocks]``: in tensors that the details name, whatever else there is."""
+    size = details.block_size
+    if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
+        raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
+    tensors = model.subgraphs[tensor.subgraph].tensors
+    _check_index(tensor, details.scales, 0, len(tensors))
+    _check_index(tensor, details.zero_points, -1, len(tensors))
+    blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
+    scales = tensors[details.scales]
+    # Floats only: scales that had scales of their own could lead back here.
+    if scales.type not in FLOAT_TYPES or scales.elements != math.prod(blocks):
+        raise FormatError(f"{tensor.label} has {scales.label} for its block scales; expected floats {list(blocks)}.")
+    scale = read_floats(model, scales).reshape(blocks)
+    if details.zero_points < 0:
+        return scale, np.empty(0, np.int64)
+    zero_points = tensors[details.zero_points]
+    if zero_points.elements not in (1, scale.size):
+        raise FormatError(f"{tensor.label} has {scale.size} block scales and {zero_points.elements} zero points.")
+    return scale, _plain_integers(model, zero_points)
+
+
+def _check_index(tensor: Tensor, index: int, fewest: int, count: int) -> None:
+    if not fewest <= index < count:
+        raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {count}.")
+
+
+def _checked(
+    tensor: Tensor, packing: Packing, scale: Floats, zero_point: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Scales that a weight may have, and zero points, one for each."""
+    if not (np.isfinite(scale).all() and (scale >= 0).all()):
+        raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
+    if scale.size and scale.max() > LARGEST_SCALE:
+        raise FormatError(f"{tensor.label} has a scale of {scale.max():g}: the file is damaged.")
+    if packing.bits > 8 and (scale.size != 1 or zero_point.any()):
+        raise UnsupportedError(f"{tensor.label}: INT16 with several scales or a zero point is not supported.")
+    outside = (zero_point < packing.lowest) | (zero_point > packing.highest)
+    if outside.any():
+        codes = f"{packing.lowest}…{packing.highest}"
+        raise FormatError(f"{tensor.label} has zero points outside the range of its codes, {codes}.")
+    if zero_point.size != scale.size:
+        zero_point = np.broadcast_to(zero_point[0] if zero_point.size else np.int64(0), scale.shape)
+    return scale, zero_point.reshape(scale.shape)
+
+
+def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
+    stored, type_ = model.locate(tensor).read(), TensorType(tensor.type_id)
+    if type_ in CODE_TYPES:
+        return CODE_TYPES[type_].unpack(stored)[: tensor.elements].astype(np.int64)
+    if type_ not in (TensorType.INT32, TensorType.INT64):
+        raise UnsupportedError(f"{tensor.label} should hold zero points, which are integers.")
+    return np.frombuffer(stored, f"<i{ELEMENT_BITS[type_] // 8}").astype(np.int64)
+
+
+def read_floats(model: TfliteModel, tensor: Tensor) -> Floats:
+    """A small constant as float32 in its shape, dequantized where its type holds codes."""
+    return QuantizedTensor.of(model, tensor).dequantize()
