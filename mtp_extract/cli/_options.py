@@ -9,7 +9,7 @@ from click import BadParameter, Choice, Context, Option, Parameter, ParamType
 from click import Path as PathType
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.formats import ENGINES, EVERY, FORMATS, NAMES
+from mtp_extract.formats import ENGINES, EVERY, FORMATS, choices
 from mtp_extract.pipeline.plan import DTYPE_NAMES, RULE_NAMES
 
 PATH = PathType(path_type=Path)
@@ -84,7 +84,7 @@ def base_option(*, required: bool) -> Option:
 
 
 def _complete_format(ctx: Context, option: Parameter, incomplete: str) -> list[str]:
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [name for name in choices() if name.startswith(incomplete)]
 
 
 _FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in EVERY.items())

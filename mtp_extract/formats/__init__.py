@@ -146,8 +146,10 @@ _NO_FORMAT = {
 }
 """Why an engine loads none."""
 
-NAMES = tuple(dict.fromkeys((*ENGINES, *EVERY)))
-"""By which a user chooses a format: its own, or an engine's."""
+
+def choices() -> tuple[str, ...]:
+    """By which a user chooses a format: its own name, or an engine's."""
+    return tuple(dict.fromkeys((*ENGINES, *EVERY)))
 
 
 def engines_for(name: str) -> tuple[str, ...]:
@@ -186,7 +188,7 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
     if name is not None and name in EVERY:
         return name
     if name is not None and name not in ENGINES:
-        raise ValueError(f"format {escape(name)!r}: expected {either(NAMES)}.{nearest(name, NAMES)}")
+        raise ValueError(f"format {escape(name)!r}: expected {either(choices())}.{nearest(name, choices())}")
     if name in _NO_FORMAT:
         raise UnsupportedError(f"{name}: {_NO_FORMAT[name]}")
     for candidate in EVERY if name is None else ENGINES[name]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import ENGINES, EVERY, NAMES, choose
+from mtp_extract.formats import EVERY, choices, choose
 from mtp_extract.options import check_choice
 
 DtypeName = Literal["bf16", "f16", "f32", "codes"]
@@ -33,8 +33,8 @@ class WritingPlan:
         """Raise PlanError where a name is none of its choices."""
         check_choice("dtype", self.dtype, DTYPE_NAMES)
         check_choice("quantize", self.quantize, RULE_NAMES)
-        if self.format is not None and self.format.lower() not in (*ENGINES, *EVERY):
-            check_choice("format", self.format, NAMES)
+        if self.format is not None and self.format.lower() not in choices():
+            check_choice("format", self.format, choices())
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:
         """The name of the format that is to be written, which can be written so.
