@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -208,14 +209,15 @@ class DirectoryFormat:
         size = BLOCKS[dtype][1]
         arrays = self.arrays(how, np.broadcast_to(np.float32(0), (rows, columns // how.group)))
         arrays |= dict.fromkeys(self.static, np.zeros((), np.float32))
-        planned = {name: plan_array(name, array) for name, array in arrays.items()}
-        return {
-            suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,)),
-            **{
-                name: (tensor.shape, reading.FLOAT_TYPES if self.offsets and tensor.dtype == "F32" else (tensor.dtype,))
-                for name, tensor in planned.items()
-            },
+        parts: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+            suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,))
         }
+        for name, array in arrays.items():
+            planned = plan_array(name, array)
+            # Where other programs make zero points, they store these and scales in shorter types, too.
+            is_any_float = bool(self.offsets) and planned.dtype == "F32"
+            parts[name] = (planned.shape, reading.FLOAT_DTYPES if is_any_float else (planned.dtype,))
+        return parts
 
     def _plan_matrix(
         self, module: str, codes: Weight, how: Packed, activations: Activations
@@ -302,7 +304,7 @@ class DirectoryFormat:
             if how := packed.get(role.name):
                 expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
             else:
-                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_TYPES
+                expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES
         return expected
 
     def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
@@ -328,11 +330,8 @@ class DirectoryFormat:
         path, codes = stored[module + first]
         arrays = {name: _array(*stored[module + name]) for name in others}
         scales = arrays[others[0]]
+        rows = partial(_read_codes, path, codes, how)
         place = f"{escape(path)}: {escape(module)}"
-
-        def rows(first: int, last: int) -> Rows:
-            some = read_rows(path, codes, first, last)
-            return some.view(np.int8) if codes.dtype == "I8" else unpack(some, how.bits, how.shape[1])
 
         if self.offsets and not np.array_equal(arrays[self.offsets], self.arrays(how, scales)[self.offsets]):
             is_finite = all(np.isfinite(array).all() for array in arrays.values())
@@ -373,6 +372,12 @@ TRANSFORMERS_LAYOUT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
 
 
+def _read_codes(path: Path, codes: StoredTensor, how: Packed, first: int, last: int) -> Rows:
+    """Codes of rows ``[first, last)``, int8 ``[last − first, in]``."""
+    packed = read_rows(path, codes, first, last)
+    return packed.view(np.int8) if codes.dtype == "I8" else unpack(packed, how.bits, how.shape[1])
+
+
 def _require(sound: bool, place: str, what: str) -> None:
     if not sound:
         raise CheckpointError(f"{place}: expected {what}. Extract the drafter anew.")
@@ -386,7 +391,7 @@ def _static_activation(place: str, scale: float) -> Activation | None:
 
 def _array(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
     """All of a small tensor, in float32 where it is of floats."""
-    is_narrow = tensor.dtype in reading.FLOAT_TYPES and tensor.dtype != "F32"
+    is_narrow = tensor.dtype in reading.FLOAT_DTYPES and tensor.dtype != "F32"
     return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
 
 

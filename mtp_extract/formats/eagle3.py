@@ -37,7 +37,7 @@ from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import Number, Size
+from mtp_extract.formats.reading import PositiveNumber, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS
 
 WEIGHTS_FILE = "model.safetensors"
@@ -133,7 +133,7 @@ class HeadFormat:
     def _check_tensors(self, path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
         """Raise CheckpointError where the tensors are not those of ``config``, or its vocabularies contradict it."""
         expected = {
-            role.names[self.name]: (shape, ("I64",) if role.kind == INDEX else reading.FLOAT_TYPES)
+            role.names[self.name]: (shape, ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES)
             for role, shape in shapes_of(config).items()
         }
         # A map of all tokens to themselves says nothing.
@@ -248,7 +248,7 @@ _Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=
 class _Rope(Struct, forbid_unknown_fields=True):
     """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
 
-    rope_theta: Number
+    rope_theta: PositiveNumber
     rope_type: Literal["default"] = "default"
 
 
@@ -277,9 +277,9 @@ class _Flat(Struct):
     head_dim: Size | None = None
     target_hidden_size: Size | None = None
     draft_vocab_size: Size | None = None
-    rms_norm_eps: Number = 1e-6
+    rms_norm_eps: PositiveNumber = 1e-6
     max_position_embeddings: Size | None = None
-    rope_theta: Number | None = None
+    rope_theta: PositiveNumber | None = None
     rope_parameters: _Rope | None = None
     fc_norm: bool | None = None
     norm_before_fc: bool | None = None

@@ -36,7 +36,7 @@ from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, re
 from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import GateFunction, Number, PositiveShare, Size
+from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveShare, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, UNUSED_WINDOW
 from mtp_extract.litertlm.storage import Floats, Packing
 
@@ -204,10 +204,10 @@ def _require_factors(config: DrafterConfig, factors: Floats) -> None:
 
 def _check_places(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
     """Raise CheckpointError where the tensors of the file at ``path`` are not those of ``config``."""
-    readable = (*reading.FLOAT_TYPES, *_QUANTIZED)
+    readable = (*reading.FLOAT_DTYPES, *_QUANTIZED)
     expected = {role.names[GGUF.name]: (shape, readable) for role, shape in shapes_of(config).items()}
     places = {name: (path, tensor) for name, tensor in stored.items()}
-    reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_TYPES)})
+    reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_DTYPES)})
 
 
 def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[str, ...]:
@@ -408,12 +408,12 @@ class _Read(Struct, kw_only=True):
     sliding_head_dim: Size = field(name="attention.key_length_swa")
     sliding_window: Size = field(name="attention.sliding_window")
     slides: list[bool] = field(name="attention.sliding_window_pattern")
-    theta: Number = field(name="rope.freq_base")
-    sliding_theta: Number = field(name="rope.freq_base_swa")
-    factor: Number = field(name=_FACTOR, default=1.0)
+    theta: PositiveNumber = field(name="rope.freq_base")
+    sliding_theta: PositiveNumber = field(name="rope.freq_base_swa")
+    factor: PositiveNumber = field(name=_FACTOR, default=1.0)
     share: PositiveShare | None = field(name=f"{OWN}rope.partial_rotary_factor", default=None)
-    rms_norm_eps: Number = field(name="attention.layer_norm_rms_epsilon", default=1e-6)
-    final_logit_softcap: Number | None = field(name="final_logit_softcapping", default=None)
+    rms_norm_eps: PositiveNumber = field(name="attention.layer_norm_rms_epsilon", default=1e-6)
+    final_logit_softcap: PositiveNumber | None = field(name="final_logit_softcapping", default=None)
     hidden_activation: GateFunction = field(name=f"{OWN}hidden_activation", default="gelu_pytorch_tanh")
     max_position_embeddings: Size | None = field(name="context_length", default=None)
 

@@ -24,7 +24,7 @@ from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
-from mtp_extract.formats.reading import GateFunction, Number, Size
+from mtp_extract.formats.reading import GateFunction, PositiveNumber, Size
 from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, rope_of, rope_parameters
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
@@ -136,10 +136,10 @@ class _Read(Struct):
     sliding_windows: list[Size | None]
     rope: dict[str, Rope]
     tensors: dict[str, str]
-    attention_scale: Number = 1.0
-    rms_norm_eps: Number = 1e-6
+    attention_scale: PositiveNumber = 1.0
+    rms_norm_eps: PositiveNumber = 1e-6
     hidden_activation: GateFunction = "gelu_pytorch_tanh"
-    final_logit_softcap: Number | None = None
+    final_logit_softcap: PositiveNumber | None = None
     max_position_embeddings: Size | None = None
 
     def config(self) -> DrafterConfig:

@@ -17,7 +17,7 @@ from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few, several
 from mtp_extract.io.typed import read
 
-FLOAT_TYPES = tuple(FLOAT_NAMES)
+FLOAT_DTYPES = tuple(FLOAT_NAMES)
 """Names of the types that floats are stored in."""
 
 Tensors = Mapping[str, tuple[Path, StoredTensor]]
@@ -29,7 +29,7 @@ ExpectedTensors = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 Fields = TypeVar("Fields", bound=Struct)
 
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
-Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
+PositiveNumber = Annotated[float, Meta(ge=1e-30, le=1e30)]
 PositiveShare = Annotated[float, Meta(ge=1e-30, le=1.0)]
 GateFunction = Literal["gelu_pytorch_tanh", "gelu"]
 """transformers' name of a gate's function."""

@@ -18,7 +18,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
-from mtp_extract.formats.reading import GateFunction, Number, PositiveShare, Size, fields_of
+from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveShare, Size, fields_of
 
 GENERATION_FILE = "generation_config.json"
 MAX_POSITIONS = 131072
@@ -203,10 +203,10 @@ LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Met
 class Rope(Struct):
     """RoPE of a type of layer, in transformers' terms."""
 
-    rope_theta: Number
+    rope_theta: PositiveNumber
     rope_type: Literal["default", "proportional"] = "default"
     partial_rotary_factor: PositiveShare | None = None
-    factor: Number | None = None
+    factor: PositiveNumber | None = None
 
 
 def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
@@ -239,9 +239,9 @@ class _Text(Struct):
     head_dim: Size
     num_key_value_heads: Size
     rope_parameters: dict[str, Rope]
-    rms_norm_eps: Number = 1e-6
+    rms_norm_eps: PositiveNumber = 1e-6
     hidden_activation: GateFunction = "gelu_pytorch_tanh"
-    final_logit_softcapping: Number | None = None
+    final_logit_softcapping: PositiveNumber | None = None
     max_position_embeddings: Size | None = None
     sliding_window: Size | None = None
     global_head_dim: Size = 512

@@ -163,7 +163,7 @@ def _weight(name: str, entry: _Entry, scale: _Entry | None, columns: int) -> Sto
     """The weight that lies at ``entry``, floats, or codes with a ``scale``."""
     if scale is not None:
         return StoredCodes(*entry, name, columns, read_array(*scale).astype(np.float32))
-    if (kind := entry[1].dtype) not in reading.FLOAT_TYPES:
+    if (kind := entry[1].dtype) not in reading.FLOAT_DTYPES:
         raise UnsupportedError(f"{escape(name)}: expected weights in floats, found {escape(kind)}. {_GIVE_FLOATS}")
     return Stored(*entry, name)
 

@@ -158,14 +158,15 @@ def write(
         files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
         read_record(stage)
-        return ExtractionResult(
-            directory=target,
-            files={name: (stage / name).stat().st_size for name in files_in(stage)},
-            record=record,
-            parameters=sum(map(math.prod, shapes_of(planned.checkpoint.config).values())),
-            integers=sum(stored_as.how == CODES for stored_as in planned.stored.values()),
-            notes=(*remarks, *planned.notes, *planned.limits),
-        )
+        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+    return ExtractionResult(
+        directory=target,
+        files=sizes,
+        record=record,
+        parameters=sum(map(math.prod, shapes_of(planned.checkpoint.config).values())),
+        integers=sum(stored_as.how == CODES for stored_as in planned.stored.values()),
+        notes=(*remarks, *planned.notes, *planned.limits),
+    )
 
 
 def _record_of(planned: Plan, origin: Mapping[str, Any], rule: str | None, files: Mapping[str, Any]) -> dict[str, Any]:

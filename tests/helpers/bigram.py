@@ -132,7 +132,7 @@ class BigramFormat:
         config = BigramConfig(fields.backbone_hidden_size, fields.hidden_size, fields.vocab_size)
         unread = compare_document(path, document, self.document(config, ""))
         stored = reading.read_weights(directory, self.weights_file)
-        expected = {role.names[NAME]: (shape, reading.FLOAT_TYPES) for role, shape in shapes_of(config).items()}
+        expected = {role.names[NAME]: (shape, reading.FLOAT_DTYPES) for role, shape in shapes_of(config).items()}
         reading.check_tensors(directory / self.weights_file, expected, stored)
         tensors = {role.name: Stored(*stored[role.names[NAME]], role.names[NAME]) for role in shapes_of(config)}
         return Checkpoint(config, MappingProxyType(tensors), common_dtype(tensors.values()), unread=unread)
