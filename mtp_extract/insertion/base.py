@@ -6,7 +6,7 @@ Signatures share the codes of a matrix and have scales of their own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from mtp_extract.errors import RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.insertion.slots import Location
-from mtp_extract.litertlm.container import TFLITE_MODEL
+from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.tflite import Signature, TfliteModel
 
@@ -44,6 +44,27 @@ def find_base(opened: Opened) -> BundledBase:
         RoleError: a role is missing in a graph, or a constant left over.
         FormatError: a section is damaged.
     """
+    sections = _sections_of(opened)
+    elements, nodes = Budget(_BUDGET), Budget(_MOST_NODES)
+    model = opened.model(sections[_DECODER], elements)
+    decoder = _walk(model, read_first(model), walk_base, nodes)
+    located = [*_of_decoder(model, decoder, nodes)]
+    for kind, role in _TABLES.items():
+        if kind in sections:
+            later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
+            located += _of_tables(opened.model(sections[kind], elements), role, later, nodes)
+
+    places = defaultdict[str, tuple[Location, ...]](tuple)
+    for role, location in located:
+        places[role] += (location,)
+    for role in ("lm_head", "embed_tokens"):
+        if role not in places:
+            raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")
+    return BundledBase(opened, decoder, places)
+
+
+def _sections_of(opened: Opened) -> dict[str, Section]:
+    """The sections with models, by what they hold."""
     sections = {s.model_type or _DECODER: s for s in opened.sections if s.data_type == TFLITE_MODEL}
     for needed in (_DECODER, "embedder"):
         if needed not in sections:
@@ -51,33 +72,30 @@ def find_base(opened: Opened) -> BundledBase:
             raise UnsupportedError(
                 f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
             )
-    budget, places = Budget(_BUDGET), defaultdict[str, tuple[Location, ...]](tuple)
-    model = opened.model(sections[_DECODER], budget)
-    first = read_first(model)
-    nodes = Budget(_MOST_NODES)
-    decoder = _walk(model, first, walk_base, nodes)
-    by_bytes = partial(match_base, decoder=decoder)
+    return sections
+
+
+def _of_decoder(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[tuple[str, Location]]:
+    """Every role of every signature of the decoder, of which ``first`` says most."""
     for signature in _of_own_graphs(model):
-        walked = decoder if signature.subgraph == first.subgraph else _walk(model, signature, by_bytes, nodes)
-        for placed in walked.roles:
+        is_first = signature.subgraph == read_first(model).subgraph
+        walk = first if is_first else _walk(model, signature, partial(match_base, decoder=first), nodes)
+        for placed in walk.roles:
             # Without the graph, which is large, and of which nothing more is asked.
-            places[placed.role] += (Location(model, replace(placed, result=None)),)
-    for kind, role in _TABLES.items():
-        if (embedder := sections.get(kind)) is None:
-            continue
-        model = opened.model(embedder, budget)
-        for signature in _of_own_graphs(model):
-            # Several tables are columns of one role side by side.
-            at = 0
-            later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            for placed in _walk(model, signature, partial(walk_table, role=role, later=later), nodes).roles:
-                columns = None if placed.role == role else (at, at + placed.shape[1])
-                places[role] += (Location(model, replace(placed, role=role, result=None), columns),)
-                at += placed.shape[1]
-    for role in ("lm_head", "embed_tokens"):
-        if role not in places:
-            raise RoleError(f"{opened.source.name}: no signature of its base reads a {role}.")
-    return BundledBase(opened, decoder, places)
+            yield placed.role, Location(model, replace(placed, result=None))
+
+
+def _of_tables(model: TfliteModel, role: str, later: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
+    """The tables of an embedder, in every signature; several are columns of ``role`` side by side. ``later``: the
+    decoder multiplies what they give by it.
+    """
+    walk = partial(walk_table, role=role, later=later)
+    for signature in _of_own_graphs(model):
+        at = 0
+        for placed in _walk(model, signature, walk, nodes).roles:
+            columns = None if placed.role == role else (at, at + placed.shape[1])
+            yield role, Location(model, replace(placed, role=role, result=None), columns)
+            at += placed.shape[1]
 
 
 def _of_own_graphs(model: TfliteModel) -> list[Signature]:

@@ -8,7 +8,7 @@ checked here: whoever compares knows what they are to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,25 +96,49 @@ def read_base(directory: Path) -> BaseCheckpoint:
     text = _text_config(directory)
     with reading.naming(directory / _CONFIG):
         sizes = reading.fields_of(text, _Layers)
-    layers, shared = sizes.num_hidden_layers, sizes.num_kv_shared_layers or 0
     stored = _tensors_in(directory)
     scales = _take_scales(stored) if _is_mobile(directory) else {}
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in stored), None)
-    if prefix is None:
-        raise CheckpointError(f"{escape(directory)}: expected a tensor {_PREFIXES[0]}embed_tokens.weight, found none.")
-    unused = {f"{prefix}layers.{i}.{part}" for i in range(layers - shared, layers) for part in _SHARED} & stored.keys()
-    named = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
-    names = {role: name for role, name in (named | {"lm_head": _HEAD}).items() if name in stored.keys() - unused}
+
+    prefix = _prefix_in(directory, stored)
+    unread = sizes.names_unread(prefix) & stored.keys()
+    names = _names_by_role(sizes.num_hidden_layers, prefix, stored.keys() - unread)
+
+    rest = [name for name in stored if name not in unread.union(names.values())]
+    unknown = tuple(name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS))
+    others = _count_by_part(name for name in rest if name not in unknown)
+    if unread:
+        others["K and V that layers share"] = len(unread)
+    return BaseCheckpoint(directory, text, _weights(names, stored, scales, sizes.hidden_size), unknown, others)
+
+
+def _count_by_part(names: Iterable[str]) -> dict[str, int]:
+    """How many tensors there are of each part of a model."""
+    return dict(Counter(name.removeprefix("model.").split(".")[0] for name in names))
+
+
+def _prefix_in(directory: Path, names: Container[str]) -> str:
+    """What the names of the text model's tensors begin with."""
+    for prefix in _PREFIXES:
+        if f"{prefix}embed_tokens.weight" in names:
+            return prefix
+    raise CheckpointError(f"{escape(directory)}: expected a tensor {_PREFIXES[0]}embed_tokens.weight, found none.")
+
+
+def _names_by_role(layers: int, prefix: str, names: Set[str]) -> dict[str, str]:
+    """Role → name, of those ``names`` that play one."""
+    of_roles = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
+    return {role: name for role, name in (of_roles | {"lm_head": _HEAD}).items() if name in names}
+
+
+def _weights(
+    names: Mapping[str, str], stored: Mapping[str, _Entry], scales: Mapping[str, _Entry], width: int
+) -> dict[str, Weight]:
+    """Role → the weight that lies under its name; ``width`` is that of the residual stream."""
     rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
-    weights = {}
-    for role, name in names.items():
-        columns = rows.get(_columns_are_rows_of(role), sizes.hidden_size)
-        weights[role] = _weight(name, stored[name], scales.get(name), columns)
-    rest = [name for name in stored if name not in unused.union(names.values())]
-    unknown = [name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS)]
-    others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in unknown)
-    others |= Counter({"K and V that layers share": len(unused)} if unused else {})
-    return BaseCheckpoint(directory, text, weights, tuple(unknown), others)
+    return {
+        role: _weight(name, stored[name], scales.get(name), rows.get(_columns_are_rows_of(role), width))
+        for role, name in names.items()
+    }
 
 
 def _tensors_in(directory: Path) -> dict[str, _Entry]:
@@ -172,6 +196,12 @@ class _Layers(Struct):
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
     num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
     hidden_size: Annotated[int, Meta(ge=0)] = 0
+
+    def names_unread(self, prefix: str) -> set[str]:
+        """Tensors that layers which read K and V of others may have, and do not need."""
+        first_sharing = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
+        sharing = range(first_sharing, self.num_hidden_layers)
+        return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _SHARED}
 
 
 def _text_config(directory: Path) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.dtypes import DTYPES
@@ -121,37 +121,38 @@ def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list
         # After rows that differ no others are compared to the bit, nor after a wrong code all others with theirs.
         if slot not in differ and not are_alike(stored, wanted, slot.dtype):
             differ.add(slot)
-        size = squares(wanted)
-        if not math.isfinite(size):
+        look_at_rows = _look_at_codes if _has_codes(slot) else _look_at_floats
+        result = look_at_rows(_Rows(slot, first, last, wanted, stored), slot in wrong)
+        if result.wrong:
             wrong.add(slot)
-            return _Look(1, 1, math.inf, math.inf, 1.0)
-        apart = wanted - stored
-        difference = least = squares(apart)
-        if _has_codes(slot):
-            grid = _Grid.of(slot, first, last)
-            outside, steps = grid.distances(wanted, apart)
-            if outside and slot not in wrong and grid.has_wrong_code(wanted, stored):
-                wrong.add(slot)
-            if difference > MOST_LOST**2 * size and slot not in wrong:
-                least = least_lost(slot, wanted, apart, first, last)
-        else:
-            outside, steps = _outside_of_floats(slot, wanted, apart), -1.0
-            if outside:
-                wrong.add(slot)
-        return _Look(outside, steps, difference, least, size)
+        return result
 
     looks = over_rows(slots, look, _ELEMENTS)
-    of_roles = ([look for slot in match.slots for look in looks[slot]] for match in matches)
-    totals = [_Look.total(of_role) if of_role else None for of_role in of_roles]
-    return [_verdict(match, total, differ, wrong) for match, total in zip(matches, totals, strict=True)]
+    verdicts = []
+    for match in matches:
+        of_role = [look for slot in match.slots for look in looks[slot]]
+        total = _Look.total(of_role) if of_role else None
+        verdicts.append(_verdict(match, total, differ.isdisjoint(match.slots)))
+    return verdicts
+
+
+class _Rows(NamedTuple):
+    """Rows ``[first, last)`` of the weight that a slot is to hold, and of what it holds."""
+
+    slot: Slot
+    first: int
+    last: int
+    wanted: Floats
+    stored: Floats
 
 
 class _Look(NamedTuple):
     """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
-    explains; the most in steps, −1 for floats; and sums of squares.
+    explains; whether a code is known that is not the nearest; the most in steps, −1 for floats; and sums of squares.
     """
 
     outside: int
+    wrong: bool
     steps: float
     difference: float
     least: float  # that the difference could be, were the weight put in
@@ -160,8 +161,8 @@ class _Look(NamedTuple):
     @classmethod
     def total(cls, looks: Sequence[_Look]) -> _Look:
         """At all of the rows that ``looks`` are of."""
-        outside, steps, *sums = zip(*looks, strict=True)
-        return cls(sum(outside), max(steps), *map(math.fsum, sums))
+        outside, wrong, steps, *sums = zip(*looks, strict=True)
+        return cls(sum(outside), any(wrong), max(steps), *map(math.fsum, sums))
 
     @property
     def error(self) -> float:
@@ -169,15 +170,41 @@ class _Look(NamedTuple):
         return relative_error([self.difference], [self.size])
 
 
+_NOT_FINITE = _Look(1, True, 1, math.inf, math.inf, 1.0)
+
+
 def _has_codes(slot: Slot) -> bool:
     """Whether it is stored as codes, one for each number."""
     return slot.constant is not None and slot.constant.source.packing is not None and not slot.constant.folded
 
 
-def _outside_of_floats(slot: Slot, wanted: Floats, apart: Floats) -> int:
-    """How many numbers are further ``apart`` from a constant in floats than rounding to its type explains."""
-    half = 0.0 if slot.constant is None else _FLOAT_STEPS.get(slot.constant.source.storage.type, 0.0)
-    return int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(wanted))))
+def _look_at_floats(rows: _Rows, wrong: bool) -> _Look:
+    """At a constant in floats, or where none is."""
+    constant = rows.slot.constant
+    if not math.isfinite(size := squares(rows.wanted)):
+        return _NOT_FINITE
+    half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
+    apart = rows.wanted - rows.stored
+    outside = int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(rows.wanted))))
+    difference = squares(apart)
+    return _Look(outside, wrong or outside > 0, -1.0, difference, difference, size)
+
+
+def _look_at_codes(rows: _Rows, wrong: bool) -> _Look:
+    """At a constant in codes, of which others are known to be ``wrong`` or not."""
+    wanted, stored = rows.wanted, rows.stored
+    if not math.isfinite(size := squares(wanted)):
+        return _NOT_FINITE
+    apart = wanted - stored
+    grid = _Grid.of(rows.slot, rows.first, rows.last)
+    outside, steps = grid.distances(wanted, apart)
+    if outside is not None and not wrong:
+        wrong = grid.has_wrong_code(wanted, stored, outside)
+    difference = least = squares(apart)
+    if not wrong and difference > MOST_LOST**2 * size:
+        least = least_lost(rows.slot, wanted, apart, rows.first, rows.last)
+    count = 0 if outside is None else int(np.count_nonzero(outside))
+    return _Look(count, wrong, steps, difference, least, size)
 
 
 @dataclass(frozen=True)
@@ -200,22 +227,22 @@ class _Grid:
         ends = [scale * (code - zero_point).astype(np.float32) for code in storage.bounds]
         return cls(np.abs(scale), np.minimum(*ends), np.maximum(*ends), storage.columns, DTYPES[slot.dtype].roundoff)
 
-    def distances(self, wanted: Floats, apart: Floats) -> tuple[int, float]:
-        """How many numbers are further ``apart`` from what is stored than half a step and what rounding to the type of
-        ``wanted`` explains; and the most in steps."""
+    def distances(self, wanted: Floats, apart: Floats) -> tuple[npt.NDArray[np.bool_] | None, float]:
+        """Which numbers are further ``apart`` from what is stored than half a step and what rounding to the type of
+        ``wanted`` explains, None where none is further than half a step; and the most in steps."""
         distances = np.abs(self._by_group(apart))
         furthest = distances.max(axis=(0, 2))
         with np.errstate(divide="ignore", over="ignore"):
             steps = np.divide(furthest, self.step, out=np.zeros_like(furthest), where=furthest > 0)
         if not (most := float(steps.max())) > _HALF:
-            return 0, most
-        return int(np.count_nonzero(distances > self._slack(wanted))), most
+            return None, most
+        return distances > self._slack(wanted), most
 
-    def has_wrong_code(self, wanted: Floats, stored: Floats) -> bool:
-        """Whether a number is ``stored`` that is not the nearest of the grid: beyond its ends, that at the end is."""
+    def has_wrong_code(self, wanted: Floats, stored: Floats, outside: npt.NDArray[np.bool_]) -> bool:
+        """Whether a number ``outside`` is not stored as the nearest of the grid, which beyond its ends is the last."""
         nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
         slack = self._slack(nearest)
-        return not bool((np.abs(nearest - self._by_group(stored)) <= slack).all())
+        return bool((outside & (np.abs(nearest - self._by_group(stored)) > slack)).any())
 
     def _slack(self, wanted: Floats) -> Floats:
         slack: Floats = np.abs(self._by_group(wanted))
@@ -228,34 +255,27 @@ class _Grid:
         return rows.reshape(-1, self.step.size, self.columns)
 
 
-def _verdict(match: Match, look: _Look | None, differ: AbstractSet[Slot], wrong: AbstractSet[Slot]) -> RoleVerdict:
-    """``look``: at all rows of all constants that hold the role; None where none does.
-
-    Args:
-        differ: slots that hold other numbers.
-        wrong: slots that hold another code than the nearest.
-    """
+def _verdict(match: Match, look: _Look | None, equal: bool) -> RoleVerdict:
+    """``look``: at all rows of all constants that hold the role; None where none does. ``equal``: to the bit."""
     types = {place.found.tensor.type_name for place in match.places if place.found.tensor is not None}
     named = partial(RoleVerdict, match.role, match.name, match.shape, stored=tuple(sorted(types)))
     if look is None:
         return named(DIFFERENT if match.places and match.name else NOT_FOUND, why=match.problem)
-    if differ.isdisjoint(match.slots):
-        verdict, why = EQUAL, None
-    elif not wrong.isdisjoint(match.slots):
-        verdict, why = DIFFERENT, f"{look.outside} weights differ"
-        why += f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
-    elif look.error > MOST_LOST:
-        verdict, why = _judge_loss(match, look)
-    elif look.outside:
-        verdict, why = NEAREST, f"{look.outside} weights lie beyond the last code of their row"
-    else:
-        verdict, why = HALF_STEP, None
-    return named(
-        verdict,
-        steps=look.steps if 0 <= look.steps < math.inf else None,
-        error=look.error if look.error < math.inf else None,
-        why=why,
-    )
+    verdict, why = (EQUAL, None) if equal else _judge(match, look)
+    steps = look.steps if 0 <= look.steps < math.inf else None
+    return named(verdict, steps=steps, error=look.error if look.error < math.inf else None, why=why)
+
+
+def _judge(match: Match, look: _Look) -> tuple[str, str | None]:
+    """The verdict on what is not equal to the bit, and why."""
+    if look.wrong:
+        by_steps = f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
+        return DIFFERENT, f"{look.outside} weights differ{by_steps}"
+    if look.error > MOST_LOST:
+        return _judge_loss(match, look)
+    if look.outside:
+        return NEAREST, f"{look.outside} weights lie beyond the last code of their row"
+    return HALF_STEP, None
 
 
 def _judge_loss(match: Match, look: _Look) -> tuple[str, str]:

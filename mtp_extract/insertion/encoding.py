@@ -19,7 +19,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.weight import same_weight, unfold_factor
+from mtp_extract.checkpoint.weight import Steps, same_weight, unfold_factor
 from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
 from mtp_extract.insertion.slots import Slot, are_alike, over_rows, relative_error, squares
 from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, float_bytes, widened
@@ -66,6 +66,11 @@ class Scales(NamedTuple):
         scale = np.concatenate([part.scale for part in parts])
         zeros = np.broadcast_to(np.int64(0), scale.shape)
         return cls(scale, zeros if symmetric else np.concatenate([part.zero_point for part in parts]))
+
+    def is_close(self, other: Scales) -> bool:
+        """Whether all are the same, a rounding of scales apart."""
+        scales_alike = np.allclose(self.scale, other.scale, rtol=_SCALES_ALIKE, atol=0)
+        return scales_alike and np.array_equal(self.zero_point, other.zero_point)
 
     def equals(self, other: Scales) -> bool:
         """Whether all are the same, to the bit."""
@@ -241,24 +246,33 @@ def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Itera
     encodings = [encoding for of_role in planned.values() for encoding in of_role]
     expected = {key: encoding for encoding in encodings for key in _constants(encoding.slot)}
     written = {slot: _constants(slot) for slot in slots if slot.constant is not None}
-    missing = expected.keys() - set().union(*written.values())
-    wrong = {expected[key].slot.role for key in missing}
-    wrong |= {slot.role for slot, keys in written.items() if not keys <= expected.keys()}
-    to_hold = {slot: {expected[key] for key in keys} for slot, keys in written.items() if slot.role not in wrong}
-
-    def compare(slot: Slot, first: int, last: int) -> None:
-        part = slot.part(slot.stored.source.storage.length, first, last)
-        stored = slot.stored.source.location.read(part.start, part.stop - part.start)
-        digest = xxh3_128_hexdigest(stored)
-        if slot.role not in wrong and any(planned.digest(first, last) != digest for planned in to_hold[slot]):
-            wrong.add(slot.role)
-
-    for slot, planned_here in to_hold.items():
-        if not all(_present(slot).equals(planned.scales) for planned in planned_here):
-            wrong.add(slot.role)
-    over_rows([slot for slot in to_hold if slot.role not in wrong], compare)
+    wrong = {slot.role for slot, keys in written.items() if not keys <= expected.keys()}
+    wrong |= {expected[key].slot.role for key in expected.keys() - set().union(*written.values())}
+    wrong |= _holding_others(
+        {slot: {expected[key] for key in keys} for slot, keys in written.items() if slot.role not in wrong}
+    )
     if wrong:
         raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")
+
+
+def _holding_others(to_hold: Mapping[Slot, Iterable[Encoding]]) -> set[str]:
+    """The roles of slots that hold other scales or bytes than they are to hold."""
+    wrong = {
+        slot.role
+        for slot, encodings in to_hold.items()
+        if not all(_present(slot).equals(encoding.scales) for encoding in encodings)
+    }
+
+    def compare(slot: Slot, first: int, last: int) -> None:
+        if slot.role in wrong:
+            return
+        part = slot.part(slot.stored.source.storage.length, first, last)
+        digest = xxh3_128_hexdigest(slot.stored.source.location.read(part.start, part.stop - part.start))
+        if any(encoding.digest(first, last) != digest for encoding in to_hold[slot]):
+            wrong.add(slot.role)
+
+    over_rows([*to_hold], compare)
+    return wrong
 
 
 def _constants(slot: Slot) -> set[tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
@@ -302,12 +316,16 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
     """Scales and zero points for the codes of the new weight as they are; None where it has no codes, the file cannot
     store them, or they would say something else than the checkpoint's floats.
     """
-    storage = slot.stored.source.storage
-    packing = slot.stored.source.packing
-    factor = slot.stored.factor
-    if slot.stored.folded or slot.new.scheme is None or packing is None:
+    if slot.stored.folded or slot.new.scheme is None or slot.stored.source.packing is None:
         return None
-    steps = slot.new.steps.by_row()
+    scales = _as_stored(slot.new.steps.by_row(), slot.stored.source.storage, slot.stored.factor)
+    if scales is None or not _has_place(slot.stored.source.storage, scales):
+        return None
+    return scales if all(_are_codes(slot, scales, *rows) for rows in slot.ranges()) else None
+
+
+def _as_stored(steps: Steps, storage: Storage, factor: float) -> Scales | None:
+    """``steps``, in the order of ``storage`` and with its ``factor``; None where it has fewer scales."""
     sizes, zeros = steps.size, steps.zero_point
     if storage.by_rows and steps.block % storage.columns == 0:
         each = steps.block // storage.columns
@@ -316,23 +334,34 @@ def _scales_of_codes(slot: Slot) -> Scales | None:
         sizes, zeros = sizes[:1, :1], zeros[:1, :1]
     else:
         return None
+    scale = sizes.reshape(-1)
     # The same factor is folded in already, where the codes are this file's; another is not.
-    again = 1.0 if steps.factor == factor else factor / steps.factor
-    scale = sizes.reshape(-1) if again == 1.0 else (sizes.reshape(-1).astype(np.float64) * again).astype(np.float32)
-    fits = packing.lowest <= zeros.min() and zeros.max() <= packing.highest and not (storage.symmetric and zeros.any())
-    if not fits or (storage.kind == "blockwise" and not np.array_equal(scale.astype(np.float16), scale)):
-        return None
+    if steps.factor != factor:
+        scale = (scale.astype(np.float64) * (factor / steps.factor)).astype(np.float32)
+    return Scales(scale, zeros.reshape(-1))
 
-    def are_codes(first: int, last: int) -> bool:
-        codes = slot.new.codes(first, last).reshape(-1)
-        if codes.min() < packing.lowest or codes.max() > packing.highest:
-            return False
-        floats = codes.astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            storage.scale_codes(floats, scale, zeros.reshape(-1), first * slot.new.columns)
-            return are_alike(unfold_factor(floats, factor), slot.new.floats(first, last), slot.dtype)
 
-    return Scales(scale, zeros.reshape(-1)) if all(are_codes(*rows) for rows in slot.ranges()) else None
+def _has_place(storage: Storage, scales: Scales) -> bool:
+    """Whether the file can store ``scales`` to the bit."""
+    lowest, highest = scales.zero_point.min(), scales.zero_point.max()
+    if storage.symmetric:
+        fits = not scales.zero_point.any()
+    else:
+        assert storage.packing is not None
+        fits = storage.packing.lowest <= lowest and highest <= storage.packing.highest
+    return fits and (storage.kind != "blockwise" or np.array_equal(scales.scale.astype(np.float16), scales.scale))
+
+
+def _are_codes(slot: Slot, scales: Scales, first: int, last: int) -> bool:
+    """Whether codes of the new weight, rows ``[first, last)``, fit the file, and with ``scales`` say its floats."""
+    packing = slot.stored.source.packing
+    codes = slot.new.codes(first, last).reshape(-1)
+    if packing is None or codes.min() < packing.lowest or codes.max() > packing.highest:
+        return False
+    floats = codes.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        slot.stored.source.storage.scale_codes(floats, *scales, first * slot.new.columns)
+        return are_alike(unfold_factor(floats, slot.stored.factor), slot.new.floats(first, last), slot.dtype)
 
 
 class _Measured(NamedTuple):
@@ -372,25 +401,19 @@ def _measure_codes(slot: Slot, leader: Slot, values: Floats, first: int, last: i
     source = slot.stored.source
     storage = source.storage
     elements = slot.part(storage.elements, first, last)
-    groups = slot.part(storage.groups, first, last)
     codes = source.codes(elements.start, elements.stop)
-    present = _present(slot).part(groups)
-    may_stay = _present(leader).part(groups)
+    present, may_stay = (_present(each).part(slot.part(storage.groups, first, last)) for each in (slot, leader))
 
     steps = _in_steps(storage, values, present)
     lost = _squares_by_group(present, _rounding_of(storage, steps))
     steps -= storage.by_scale(codes.astype(np.float32))
-    changed = _squares_by_group(present, steps)
+    changed = float(_squares_by_group(present, steps).sum())
     if leader is not slot:
-        lost = _squares_by_group(may_stay, _rounding_of(storage, _in_steps(storage, values, may_stay)))
+        lost = _lost_by(storage, values, may_stay)
     chosen, lost = _least_lossy(storage, values, may_stay, lost)
 
-    is_stored = not differs and (
-        np.allclose(chosen.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
-        and np.array_equal(chosen.zero_point, present.zero_point)
-        and np.array_equal(storage.coded(values, *chosen), codes)
-    )
-    return _Measured(is_stored, chosen, Sums(float(lost.sum()), float(changed.sum()), squares(values)))
+    is_stored = not differs and chosen.is_close(present) and np.array_equal(storage.coded(values, *chosen), codes)
+    return _Measured(is_stored, chosen, Sums(float(lost.sum()), changed, squares(values)))
 
 
 def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: _Doubles) -> tuple[Scales, _Doubles]:
@@ -398,8 +421,7 @@ def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: _Doubl
     less; and what they lose, as sums of squares."""
     rule = Scales(*storage.scales_for(values))
     # It reaches the largest number of each group: without zero points no number lies beyond the last code.
-    rounding = _rounding_of(storage, _in_steps(storage, values, rule), within=storage.symmetric)
-    lost_by_rule = _squares_by_group(rule, rounding)
+    lost_by_rule = _lost_by(storage, values, rule, within=storage.symmetric)
 
     # The rule's own scale, a rounding apart: its codes are those that the rule makes of the same numbers.
     is_rule = np.isclose(rule.scale, present.scale, rtol=_SCALES_ALIKE, atol=0)
@@ -422,6 +444,11 @@ def least_lost(slot: Slot, weight: Floats, apart: Floats, first: int, last: int)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         _, lost = _least_lossy(storage, weight if factor == 1.0 else weight * np.float32(factor), present, lost)
     return float(lost.sum()) / factor**2
+
+
+def _lost_by(storage: Storage, values: Floats, scales: Scales, within: bool = False) -> _Doubles:
+    """Of each group the sum of the squares of what the nearest codes by ``scales`` lose."""
+    return _squares_by_group(scales, _rounding_of(storage, _in_steps(storage, values, scales), within))
 
 
 def _in_steps(storage: Storage, values: Floats, scales: Scales) -> Floats:

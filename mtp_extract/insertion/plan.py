@@ -170,31 +170,38 @@ def _agree(part: _Part, other: _Part) -> bool:
 
 def _parts(place: Location, encoding: Encoding) -> Iterator[_Part]:
     """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
-    model = place.model
-    tensor = place.found.tensor
-    role = encoding.slot.role
-    (scale, zeros) = encoding.scales
-    assert tensor is not None
-    data = model.locate(tensor)
-    quantization = tensor.quantization
-    blocks = _blocks(model, tensor)
+    assert place.found.tensor is not None
+    data, role = place.model.locate(place.found.tensor), encoding.slot.role
     yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
-    if not scale.size or quantization is None:
+    if not encoding.scales.scale.size or place.found.tensor.quantization is None:
         return
-    begin, zero_points = model.region.begin, quantization.zero_points.count if blocks is None else 0
+    for at, vector in _vectors(place.model, place.found.tensor, encoding):
+        if vector:
+            changes = place.model.region.source.read(at, len(vector)) != vector
+            yield _Part(at, at + len(vector), changes, role, vector)
+
+
+def _vectors(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tuple[int, memoryview]]:
+    """The scales and zero points of ``encoding`` as ``tensor`` stores them, and where.
+
+    Raises:
+        UnsupportedError: it has no place for them.
+    """
+    quantization, (scale, zeros) = tensor.quantization, encoding.scales
+    assert quantization is not None
+    blocks = _blocks(model, tensor)
+    zero_points = quantization.zero_points.count if blocks is None else 0
     fits = zero_points == zeros.size or (zero_points == 1 and not np.ptp(zeros))
     if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zeros):
-        raise UnsupportedError(f"{role}: {tensor.label} has no place for its new zero points.")
-    # Not copied: a vocabulary has a scale a row, and a table a layer.
-    new = [np.ascontiguousarray(array, dtype) for array, dtype in ((scale, "<f4"), (zeros[:zero_points], "<i8"))]
-    starts = begin + quantization.scales.start, begin + quantization.zero_points.start
-    vectors = [(at, array.view(np.uint8).data) for at, array in zip(starts, new, strict=True)]
+        raise UnsupportedError(f"{encoding.slot.role}: {tensor.label} has no place for its new zero points.")
     if blocks is not None and blocks.type is not None:
-        vectors = [(model.locate(blocks).begin, memoryview(float_bytes(scale, blocks.type, role)))]
-    for at, vector in vectors:
-        if vector:
-            changes = model.region.source.read(at, len(vector)) != vector
-            yield _Part(at, at + len(vector), changes, role, vector)
+        return [(model.locate(blocks).begin, memoryview(float_bytes(scale, blocks.type, encoding.slot.role)))]
+    # Not copied: a vocabulary has a scale a row, and a table a layer.
+    begin = model.region.begin
+    return [
+        (begin + quantization.scales.start, np.ascontiguousarray(scale, "<f4").view(np.uint8).data),
+        (begin + quantization.zero_points.start, np.ascontiguousarray(zeros[:zero_points], "<i8").view(np.uint8).data),
+    ]
 
 
 def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_Part]:

@@ -103,7 +103,7 @@ class Slot:
             UnsupportedError: the file stores one number for all, and the weight has several.
         """
         values, factor = self.new.floats(first, last), self.stored.factor
-        if not np.isfinite(values).all():
+        if not math.isfinite(squares(values)):
             raise CheckpointError(
                 f"{self.role}: holds values that are not finite. It was damaged, or the "
                 "training diverged: fetch it again, or train it again."
@@ -147,26 +147,35 @@ def match_roles(
     ``dtype`` is what the checkpoint's floats were rounded to; by default what each tensor is stored in.
     """
     for role in dict.fromkeys((*weights, *places)):
-        source_role = "embed_tokens" if role == "lm_head" and role not in weights else role
-        weight = weights.get(source_role)
+        weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
         candidates = _with_known_factor(places.get(role, ()), weight)
-        name = weight.name if isinstance(weight, Stored) else None
         if weight is None and role.endswith(_LAYER_SCALAR):
             weight = constant_weight((1,))
-        # No graph multiplies by a layer scalar of 1, and several tables are one weight.
-        shape = candidates[0].found.shape if candidates else (1,)
-        if ends := [place.columns[1] for place in candidates if place.columns is not None]:
-            shape = (shape[0], max(ends))
-        problem, slots = "", list[Slot]()
-        if weight is None:
-            problem = "the checkpoint has no such tensor"
-        elif not candidates and not role.endswith(_LAYER_SCALAR):
-            problem = "no graph of the bundle reads it"
-        elif shape != weight.shape:
-            problem = f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
-        else:
+        shape = _shape_of(candidates)
+        problem = _problem(weight, shape, is_read=bool(candidates) or role.endswith(_LAYER_SCALAR))
+        slots = list[Slot]()
+        if weight is not None and not problem:
             slots = _slots(role, candidates, weight, dtype or common_dtype([weight]))
+        name = weight.name if isinstance(weight, Stored) else None
         yield Match(role, name, weight.shape if weight else shape, candidates, slots, problem)
+
+
+def _problem(weight: Weight | None, shape: tuple[int, ...], is_read: bool) -> str:
+    """Why ``weight`` cannot be compared with what a bundle holds in ``shape``; empty where it can."""
+    if weight is None:
+        return "the checkpoint has no such tensor"
+    if not is_read:
+        return "no graph of the bundle reads it"
+    return "" if shape == weight.shape else f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
+
+
+def _shape_of(places: Sequence[Location]) -> tuple[int, ...]:
+    """Of the weight that ``places`` hold: several tables are one, and no graph multiplies by a layer scalar of 1."""
+    if not places:
+        return (1,)
+    shape = places[0].found.shape
+    ends = [place.columns[1] for place in places if place.columns is not None]
+    return (shape[0], max(ends)) if ends else shape
 
 
 def _with_known_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
@@ -206,9 +215,7 @@ def over_rows(
     """For each slot what ``step(slot, first, last)`` gives of its rows, about ``elements`` at a time, in order."""
     groups: dict[object, list[Slot]] = defaultdict(list)
     for slot in slots:
-        new = slot.new
-        shared = isinstance(new, Stored) and new.cut is not None and not slot.whole
-        groups[(new.path, new.tensor.offset, new.columns) if isinstance(new, Stored) and shared else slot].append(slot)
+        groups[_read_together(slot)].append(slot)
     tasks = [(group, *rows) for group in groups.values() for rows in group[0].ranges(elements)]
 
     def work(task: tuple[list[Slot], int, int]) -> list[_T]:
@@ -223,6 +230,14 @@ def over_rows(
         for slot, result in zip(group, results, strict=True):
             of_slot[slot].append(result)
     return of_slot
+
+
+def _read_together(slot: Slot) -> object:
+    """Equal for slots whose weights are columns of the same rows of a file."""
+    new = slot.new
+    if isinstance(new, Stored) and new.cut is not None and not slot.whole:
+        return new.path, new.tensor.offset, new.columns
+    return slot
 
 
 def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:

@@ -12,7 +12,15 @@ from helpers.bases import PREFIX, Weights, base_with, broken, fewer, more, patch
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, UnsupportedError
-from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, NOT_FOUND, BaseComparison, compare_base
+from mtp_extract.insertion.comparison import (
+    DIFFERENT,
+    EQUAL,
+    HALF_STEP,
+    NEAREST,
+    NOT_FOUND,
+    BaseComparison,
+    compare_base,
+)
 
 LAYER = f"{PREFIX}layers.0."
 TABLE, TIED = f"{PREFIX}embed_tokens.weight", ("embed_tokens", "lm_head")
@@ -91,6 +99,20 @@ def test_codes_that_are_nearest_by_scales_far_too_large_are_another_weight(
         changes[model.region.begin + quantization.scales.start] = scales.tobytes()
     found = apart(compared(patched(tmp_path / "zeros.litertlm", changes), base))
     assert found == {role: "nearest codes of 8 bits: loses 100%, and with other scales 1%"}
+
+
+def test_the_lowest_code_of_a_type_is_no_wrong_one(sample: Path, tmp_path: Path) -> None:
+    """Quantizers leave −128 out; where it is what is wanted, it is right, beside a number beyond the last code."""
+    model, tensor = places_of(sample, "layers.0.up_proj")[0]
+    scale = tensor.quantization.scale[0]
+
+    def change(weights: Weights) -> None:
+        weights[f"{LAYER}mlp.up_proj.weight"][0, :2] = -128 * scale, 200 * scale
+
+    bundle = patched(tmp_path / "b.litertlm", {model.locate(tensor).begin: bytes([0x80, 0x7F])})
+    found = compared(bundle, base_with(tmp_path / "base", change))
+    verdicts = {role.role: (role.verdict, role.why) for role in found.roles}
+    assert verdicts["layers.0.up_proj"] == (NEAREST, "1 weights lie beyond the last code of their row")
 
 
 def made(name: str, change: Callable[[np.ndarray], np.ndarray], source: str = "") -> Callable[[Weights], None]:

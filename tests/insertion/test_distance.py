@@ -115,6 +115,18 @@ def test_one_pass_finds_what_number_by_number_finds(
         assert encoding.how == KEPT if name == "not at all" else encoding.how == REQUANTIZED or not outside, kind
 
 
+def test_rows_that_both_scales_hold_keep_the_files(places: dict[str, Location]) -> None:
+    """Numbers that are 0 or three steps: those steps, and sevenths of the largest, store them exactly."""
+    place = places["INT4 per_channel"]
+    steps = weight_of(place).steps.size
+    signs = np.random.default_rng(0).integers(-1, 2, weight_of(place).shape)
+    signs[:, 0] = 1
+    slot = Slot("role", (place,), of_array((3 * steps * signs).astype(np.float32)), "f32")
+    (encoding,) = encode([slot])["role"]
+    assert encoding.how == REQUANTIZED and encoding.error < 1e-6
+    assert np.array_equal(encoding.scales.scale, steps[:, 0])
+
+
 @pytest.fixture
 def tables(places: dict[str, Location], tmp_path: Path) -> list[Slot]:
     """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
