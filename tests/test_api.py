@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import mtp_extract
 from mtp_extract.cli import module_of
@@ -32,7 +33,7 @@ FUNCTIONS = ("bench", "convert", "diagnose", "extract", "insert", "inspect", "op
     ],
 )
 def test_a_function_has_the_arguments_of_its_command(name: str, otherwise: set[str]) -> None:
-    options = {parameter.name for parameter in module_of(name).app.params if parameter.expose_value}
+    options = {parameter.name for parameter in get_command(module_of(name).app).params if parameter.expose_value}
     arguments = set(python.signature(getattr(mtp_extract, name)).parameters)
     assert options - arguments == otherwise
 

@@ -41,7 +41,7 @@ def test_metadata() -> None:
     scripts = {e.name: e.load() for e in distribution.entry_points if e.group == "console_scripts"}
     assert set(scripts) == {"mtp", *(f"mtp-{name}" for name in COMMANDS)}
     required = {r.split(";")[0].split(">")[0].strip() for r in distribution.requires or () if "extra" not in r}
-    run_time = "click flatbuffers gguf huggingface-hub jinja2 msgspec numpy rich safetensors xxhash"
+    run_time = "flatbuffers gguf huggingface-hub jinja2 msgspec numpy rich safetensors typer xxhash"
     assert {name.replace("_", "-") for name in required} == set(run_time.split())
 
 

@@ -14,17 +14,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-import click
+import typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
 from mtp_extract._version import __version__
 from mtp_extract.cli import terminal
-from mtp_extract.cli._completion import COMPLETION
 from mtp_extract.errors import MtpExtractError, PlanError, escape
 from mtp_extract.io.threads import Interrupted, forget_interruptions, interrupt
 
-SETTINGS: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Of the context of every command."""
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
@@ -38,50 +39,23 @@ _OUT_OF_MEMORY = (
 # --- made
 
 
-def _show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
+def _show_version(is_asked: bool) -> None:
     if is_asked:
-        click.echo(f"mtp-extract {__version__}")
-        ctx.exit()
+        typer.echo(f"mtp-extract {__version__}")
+        raise typer.Exit
 
 
-_VERSION = click.Option(
-    ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
-)
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, expose_value=False, callback=_show_version, help="Print the version."),
+]
+"""Of every command."""
 
 
-STANDARD = (_VERSION, *COMPLETION)
-"""Options of every command."""
+class _Command(TyperCommand):
+    """A command for which a plan that cannot be made is wrong usage."""
 
-
-class Command(click.Command):
-    """A command of a function, whose docstring is its help; what makes no plan is wrong usage."""
-
-    def __init__(
-        self,
-        function: Callable[..., None],
-        parameters: Sequence[click.Parameter],
-        examples: Mapping[str, str],
-        *,
-        no_arguments_is_help: bool = True,
-    ) -> None:
-        """Make it.
-
-        Args:
-            function: called with the values of ``parameters``, by name.
-            examples: for the help: a command line → what that does.
-            no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
-        """
-        super().__init__(
-            function.__name__,
-            callback=function,
-            params=[*parameters, *STANDARD],
-            help=function.__doc__,
-            epilog=epilog_of(examples),
-            context_settings=dict(SETTINGS),
-            no_args_is_help=no_arguments_is_help,
-        )
-
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Call the function.
 
         Raises:
@@ -94,19 +68,40 @@ class Command(click.Command):
             # Where its message begins with the name of a field, that is spelled as the option is.
             message = re.sub(r"^\w+", lambda name: flag_of(self, name[0]) or name[0], str(error))
             hint = ", ".join(f"'{flag}'" for flag in named)
-            raise click.BadParameter(message, ctx, param_hint=hint or None) from None
+            raise typer.BadParameter(message, ctx, param_hint=hint or None) from None
 
 
-def flag_of(command: click.Command, name: str) -> str | None:
+def flag_of(command: TyperCommand, name: str) -> str | None:
     """How ``command`` spells the option for the argument ``name`` of its function; None where it has none."""
     for parameter in command.params:
-        if parameter.name == name and isinstance(parameter, click.Option):
+        if parameter.name == name and parameter.param_type_name == "option":
             return max(parameter.opts, key=len)
     return None
 
 
+def app_of(
+    function: Callable[..., None], examples: Mapping[str, str], *, no_arguments_is_help: bool = True
+) -> typer.Typer:
+    """The command of a function, whose docstring is its help.
+
+    Args:
+        function: its parameters are annotated with options and arguments.
+        examples: for the help: a command line → what that does.
+        no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
+    """
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    decorate = app.command(
+        cls=_Command,
+        context_settings=SETTINGS,
+        epilog=epilog_of(examples),
+        no_args_is_help=no_arguments_is_help,
+    )
+    decorate(function)
+    return app
+
+
 def epilog_of(examples: Mapping[str, str]) -> str:
-    """An epilog of examples, as they are: click folds no paragraph that begins with a backspace."""
+    """An epilog of examples, as they are: typer folds no paragraph that begins with a backspace."""
     return "\n".join(["\b\nExamples:", *(f"  {line}\n      {what}" for line, what in examples.items())])
 
 
@@ -124,7 +119,7 @@ def command_line() -> str:
 
 
 def run(
-    app: click.Command,
+    app: typer.Typer,
     *,
     kept: str = "nothing was kept",
     is_short: bool = False,
@@ -152,7 +147,7 @@ def run(
     status = 0
     try:
         try:
-            app.main(arguments, called)
+            app(args=arguments, prog_name=called)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -175,7 +170,7 @@ def _handle_signals() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _status_of(error: Exception, app: click.Command) -> int:
+def _status_of(error: Exception, app: typer.Typer) -> int:
     """The exit status of ``app``, once a line says what went wrong."""
     if isinstance(error, MtpExtractError):
         return _failed(_naming_options(error, app))
@@ -216,13 +211,14 @@ def _failed(message: str, status: int = 1) -> int:
     return status
 
 
-def _naming_options(error: MtpExtractError, app: click.Command) -> str:
+def _naming_options(error: MtpExtractError, app: typer.Typer) -> str:
     """The message, with the options of ``app`` for the arguments that would help: "… choose another place (--out)."."""
+    command: Any = get_command(app)
     named = []
     for remedy in error.remedies:
         name, _, value = remedy.partition("=")
         # Of a command that writes nothing but a report, that is what may be put elsewhere.
-        flag = flag_of(app, name) or (flag_of(app, "report") if name == "out" else None)
+        flag = flag_of(command, name) or (flag_of(command, "report") if name == "out" else None)
         if flag is not None:
             named.append(f"{flag} {value}".rstrip())
     if not named:

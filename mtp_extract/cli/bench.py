@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated
 
-from click import Argument, FloatRange, IntRange, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import API_KEY, AS_JSON, MODEL, PROMPTS
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import ApiKey, AsJson, Prompts, ServedModel
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli.terminal import say_report, write_json
 from mtp_extract.serving.plan import BenchPlan
 
-_OPTIONS = (
-    Argument(["url"], metavar="URL", help="An OpenAI-compatible server: http://localhost:8000."),
-    Option(
-        ["--baseline"], metavar="URL", help="The same server started without a drafter, asked in turn with the first."
-    ),
-    PROMPTS,
-    MODEL,
-    API_KEY,
-    Option(["--max-tokens"], type=IntRange(1), default=128, metavar="N", help="Most tokens of an answer."),
-    Option(
-        ["--temperature"], type=FloatRange(0), default=0.0, metavar="X", help="Temperature; at 0 texts are compared."
-    ),
-    Option(["--concurrency"], type=IntRange(1, 64), default=1, metavar="N", help="Requests in flight at a time."),
-    Option(
-        ["--chat-template/--no-chat-template"], default=True, help="Send prompts as chats, or as text to be continued."
-    ),
-    AS_JSON,
-)
 
-
-def bench_command(*, print_json: bool, **values: Any) -> None:
+def bench_command(
+    *,
+    url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI-compatible server: http://localhost:8000.")],
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="URL", help="The same server started without a drafter, asked in turn with the first."
+        ),
+    ] = None,
+    prompts: Prompts = None,
+    model: ServedModel = None,
+    key: ApiKey = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens of an answer.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, metavar="X", help="Temperature; at 0 texts are compared.")
+    ] = 0.0,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=64, metavar="N", help="Requests in flight at a time.")
+    ] = 1,
+    chat_template: Annotated[
+        bool,
+        typer.Option("--chat-template/--no-chat-template", help="Send prompts as chats, or as text to be continued."),
+    ] = True,
+    print_json: AsJson = False,
+    version: Version = False,
+) -> None:
     """Measure a running server: vLLM, SGLang, llama-server, mlx-vlm's, or any that speaks OpenAI's protocol.
 
     It prints tokens/s with the drafter, and without it if --baseline names a server that has none; and drafts and
@@ -50,9 +58,20 @@ def bench_command(*, print_json: bool, **values: Any) -> None:
         else:
             say_report(plain_json(benchmark), [benchmark_table(benchmark)])
 
+    plan = BenchPlan(
+        url,
+        baseline=baseline,
+        prompts=prompts,
+        model=model,
+        key=key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        concurrency=concurrency,
+        chat_template=chat_template,
+    )
     # Nothing is printed within: the bar is gone when the verdict comes.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
-        result = bench(BenchPlan(**values), reporter)
+        result = bench(plan, reporter)
     print_result(result)
 
 
@@ -61,5 +80,5 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app = Command(bench_command, _OPTIONS, _EXAMPLES)
+app = app_of(bench_command, _EXAMPLES)
 main = partial(run, app, kept="what was measured until then is above, if anything was")

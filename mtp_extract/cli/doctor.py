@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from typing import Any
+from typing import Annotated
 
-from click import Argument, IntRange, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import API_KEY, AS_JSON, CHAT_TEMPLATE, DEVICE, MODEL, PROMPTS, base_option
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli.terminal import say_report, write_json
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.validation.plan import MOST_STEPS
 
-_OPTIONS = (
-    Argument(["place"], metavar="DIR", help="A drafter's directory, .gguf or id on the Hub."),
-    base_option(required=True),
-    Option(["--server"], metavar="URL", help="An OpenAI-compatible server with that pair: http://localhost:8000."),
-    PROMPTS,
-    MODEL,
-    API_KEY,
-    Option(["--max-tokens"], type=IntRange(8), default=64, metavar="N", help="Most tokens of an answer."),
-    Option(
-        ["--drafts"],
-        type=IntRange(1, MOST_STEPS),
-        metavar="N",
-        help="Drafts a round; by default as many as the server's counters say, or 3.",
-    ),
-    CHAT_TEMPLATE,
-    DEVICE,
-    AS_JSON,
-)
 
-
-def doctor_command(*, print_json: bool, **values: Any) -> None:
+def doctor_command(
+    *,
+    place: Annotated[str, typer.Argument(metavar="DIR", help="A drafter's directory, .gguf or id on the Hub.")],
+    base: Annotated[str, BASE],
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server", metavar="URL", help="An OpenAI-compatible server with that pair: http://localhost:8000."
+        ),
+    ] = None,
+    prompts: Prompts = None,
+    model: ServedModel = None,
+    key: ApiKey = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=8, metavar="N", help="Most tokens of an answer.")] = 64,
+    drafts: Annotated[
+        int | None,
+        typer.Option(
+            "--drafts",
+            min=1,
+            max=MOST_STEPS,
+            metavar="N",
+            help="Drafts a round; by default as many as the server's counters say, or 3.",
+        ),
+    ] = None,
+    chat_template: ChatTemplate = True,
+    device: Device = "auto",
+    print_json: AsJson = False,
+    version: Version = False,
+) -> None:
     """Find out why a server rejects drafts: whether the pair fits, what is expected, what is served, which fault it is.
 
     The exit status is 1 if drafter and base do not fit.
@@ -44,14 +52,26 @@ def doctor_command(*, print_json: bool, **values: Any) -> None:
     from mtp_extract.doctor.verdict import diagnosis_tables
     from mtp_extract.report.page import plain_json
 
+    plan = DoctorPlan(
+        place,
+        base,
+        server=server,
+        prompts=prompts,
+        model=model,
+        key=key,
+        max_tokens=max_tokens,
+        drafts=drafts,
+        chat_template=chat_template,
+        device=device,
+    )
     with TerminalReporter(quiet=print_json) as reporter:
-        diagnosis = diagnose(DoctorPlan(**values), reporter)
+        diagnosis = diagnose(plan, reporter)
     if print_json:
         write_json(plain_json(diagnosis))
     else:
         say_report(plain_json(diagnosis), diagnosis_tables(diagnosis))
     if diagnosis.outcome == "does not fit":
-        sys.exit(1)
+        raise typer.Exit(1)
 
 
 _EXAMPLES = {
@@ -59,5 +79,5 @@ _EXAMPLES = {
     "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
 }
 
-app = Command(doctor_command, _OPTIONS, _EXAMPLES)
+app = app_of(doctor_command, _EXAMPLES)
 main = partial(run, app)

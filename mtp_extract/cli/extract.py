@@ -4,47 +4,55 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from click import Argument, BadParameter, IntRange, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import AS_JSON, OVERWRITE, PATH, WRITING
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.errors import escape
 
-_OPTIONS = (
-    Argument(
-        ["source"],
-        required=False,
-        metavar="[SOURCE]",
-        help="A .litertlm or a drafter's .tflite: a path, a URL, or ORG/NAME[@REVISION][/FILE] of the Hub.",
-    ),
-    Option(
-        ["-o", "--out"], type=PATH, metavar="DIR", help="Directory to write; by default SOURCE's name + -mtp-drafter."
-    ),
-    *WRITING,
-    OVERWRITE,
-    Option(
-        ["--sliding-window"],
-        type=IntRange(1),
-        metavar="N",
-        help="Length of the sliding window; needed only if the file leaves it to the runtime.",
-    ),
-    Option(["--unproven"], is_flag=True, help="Where the graph cannot be proven, extract what can be read of it."),
-    Option(["--sample"], is_flag=True, help="Extract the sample that comes with mtp-extract."),
-    Option(["-v", "--verbose"], is_flag=True, help="Print the proof, sizes and files, too."),
-    AS_JSON,
-)
-
 
 def extract_command(
-    source: str | None, out: Path | None, *, sample: bool, verbose: bool, print_json: bool, **values: Any
+    *,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .litertlm or a drafter's .tflite: a path, a URL, or ORG/NAME[@REVISION][/FILE] of the Hub.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Directory to write; by default SOURCE's name + -mtp-drafter."),
+    ] = None,
+    format: Format = None,  # noqa: A002 - the field's name
+    dtype: Dtype = None,
+    codes: Codes = False,
+    quantize: Quantize = None,
+    overwrite: Overwrite = False,
+    sliding_window: Annotated[
+        int | None,
+        typer.Option(
+            "--sliding-window",
+            min=1,
+            metavar="N",
+            help="Length of the sliding window; needed only if the file leaves it to the runtime.",
+        ),
+    ] = None,
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Where the graph cannot be proven, extract what can be read of it.")
+    ] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Extract the sample that comes with mtp-extract.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print the proof, sizes and files, too.")] = False,
+    print_json: AsJson = False,
+    version: Version = False,
 ) -> None:
     """Extract the multi-token-prediction drafter of a LiteRT bundle into a checkpoint that engines load."""
     if (source is None) != sample:
-        raise BadParameter("name a SOURCE, or --sample; one of the two.")
+        raise typer.BadParameter("name a SOURCE, or --sample; one of the two.")
 
     from mtp_extract.api import extract
     from mtp_extract.data import sample_bundle
@@ -52,13 +60,24 @@ def extract_command(
 
     file = sample_bundle() if source is None else source
     with TerminalReporter(quiet=print_json) as reporter:
-        result = extract(file, out, **values, reporter=reporter)
+        result = extract(
+            file,
+            out,
+            format=format,
+            dtype=dtype,
+            codes=codes,
+            quantize=quantize,
+            overwrite=overwrite,
+            sliding_window=sliding_window,
+            unproven=unproven,
+            reporter=reporter,
+        )
     source_, section = result.record["source"], result.record["source"]["section"]
     where = found_in(section["index"], section["found_by"])
     shape, base = result.record["known_as"], base_model_of(result.record)
     head = f"MTP drafter of {escape(source_['name'])} ({where})"
     head += f", for {base}" if base else f", of {shape}'s shape" if shape else ""
-    show_written(result, values["format"], head, verbose=verbose, print_json=print_json)
+    show_written(result, format, head, verbose=verbose, print_json=print_json)
 
 
 _EXAMPLES = {
@@ -66,5 +85,5 @@ _EXAMPLES = {
     "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
-app = Command(extract_command, _OPTIONS, _EXAMPLES)
+app = app_of(extract_command, _EXAMPLES)
 main = partial(run, app, is_short=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from click import Argument, BadParameter, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import AS_JSON, PATH
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
@@ -18,45 +18,65 @@ from mtp_extract.errors import escape
 if TYPE_CHECKING:
     from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 
-_OPTIONS = (
-    Argument(
-        ["source"],
-        metavar="DIR",
-        help="A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
-        "transformers writes it.",
-    ),
-    Argument(["bundle"], metavar="BUNDLE", help="The .litertlm that they go into; the file itself stays as it is."),
-    Option(["-o", "--out"], type=PATH, metavar="NEW.litertlm", help="The new bundle."),
-    Option(
-        ["--graph-from"],
-        metavar="FILE",
-        help="The .litertlm or .tflite whose drafter is added to a bundle without one.",
-    ),
-    Option(
-        ["--base"],
-        metavar="MODEL",
-        help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
-        "measure what their grids cut off.",
-    ),
-    Option(["--dry-run"], is_flag=True, help="List what would change; write nothing."),
-    Option(["--overwrite"], is_flag=True, help="Replace NEW.litertlm if it is there."),
-    Option(["--force"], is_flag=True, help="Write NEW.litertlm even if a base loses over a tenth of a weight."),
-    AS_JSON,
-)
-
 
 def insert_command(
-    source: str, bundle: str, out: Path | None, *, dry_run: bool, force: bool, print_json: bool, **values: Any
+    *,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="A drafter's checkpoint, or a .litertlm or .tflite whose drafter is taken; or a Gemma 4 base, as "
+            "transformers writes it.",
+        ),
+    ],
+    bundle: Annotated[
+        str, typer.Argument(metavar="BUNDLE", help="The .litertlm that they go into; the file itself stays as it is.")
+    ],
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle.")] = None,
+    graph_from: Annotated[
+        str | None,
+        typer.Option(
+            "--graph-from",
+            metavar="FILE",
+            help="The .litertlm or .tflite whose drafter is added to a bundle without one.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL",
+            help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
+            "measure what their grids cut off.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would change; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW.litertlm if it is there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write NEW.litertlm even if a base loses over a tenth of a weight.")
+    ] = False,
+    print_json: AsJson = False,
+    version: Version = False,
 ) -> None:
     """Put the weights of a drafter, or of a base, into a LiteRT bundle, whose other sections stay as they are."""
     if (out is None) != dry_run:
-        raise BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
+        raise typer.BadParameter("name NEW.litertlm with --out, or say --dry-run; one of the two.")
 
     from mtp_extract.api import insert
     from mtp_extract.insertion.plan import InsertionResult
 
     with TerminalReporter(quiet=print_json) as reporter:
-        inserted = insert(source, bundle, out, dry_run=dry_run, force=force, **values, reporter=reporter)
+        inserted = insert(
+            source,
+            bundle,
+            out,
+            dry_run=dry_run,
+            graph_from=graph_from,
+            base=base,
+            overwrite=overwrite,
+            force=force,
+            reporter=reporter,
+        )
     result = inserted if isinstance(inserted, InsertionResult) else None
     plan = inserted.plan if isinstance(inserted, InsertionResult) else inserted
     if print_json:
@@ -102,5 +122,5 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app = Command(insert_command, _OPTIONS, _EXAMPLES)
+app = app_of(insert_command, _EXAMPLES)
 main = partial(run, app, is_short=True)

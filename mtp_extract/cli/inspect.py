@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from click import Argument, Option
+import typer
 
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import AS_JSON, PATH
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import say, say_all, say_notes, size, table, write_json
@@ -24,36 +24,42 @@ if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
 
 
-_OPTIONS = (
-    Argument(
-        ["source"],
-        metavar="SOURCE",
-        help="A .litertlm or a .tflite: a path, ORG/NAME[@REVISION][/FILE] of the Hugging Face Hub, or a URL; or a "
-        "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
-    ),
-    Option(["--tensors"], is_flag=True, help="List every tensor."),
-    Option(
-        ["--graph"],
-        is_flag=True,
-        help="List what every operator is read as, up to a refusal; then every role and every other constant.",
-    ),
-    Option(
-        ["--skeleton"],
-        type=PATH,
-        metavar="OUT.zip",
-        help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
-    ),
-    Option(
-        ["--against"],
-        metavar="SOURCE|DIR|ORG/NAME",
-        help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
-    ),
-    AS_JSON,
-)
-
-
 def inspect_command(
-    source: str, *, tensors: bool, graph: bool, skeleton: Path | None, against: str | None, print_json: bool
+    *,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .litertlm or a .tflite: a path, ORG/NAME[@REVISION][/FILE] of the Hugging Face Hub, or a URL; or a "
+            "checkpoint: a directory of any format, a .gguf, or its id on the Hub.",
+        ),
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph",
+            help="List what every operator is read as, up to a refusal; then every role and every other constant.",
+        ),
+    ] = False,
+    skeleton: Annotated[
+        Path | None,
+        typer.Option(
+            "--skeleton",
+            metavar="OUT.zip",
+            help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="SOURCE|DIR|ORG/NAME",
+            help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
+        ),
+    ] = None,
+    print_json: AsJson = False,
+    version: Version = False,
 ) -> None:
     """Show what a LiteRT bundle holds (only headers are read), or check and show what a checkpoint holds."""
     from mtp_extract.api import inspect
@@ -263,5 +269,5 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app = Command(inspect_command, _OPTIONS, _EXAMPLES)
+app = app_of(inspect_command, _EXAMPLES)
 main = partial(run, app, is_short=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import click
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from mtp_extract.cli import COMMANDS, module_of
-from mtp_extract.cli._command import SETTINGS, STANDARD, epilog_of, run
+from mtp_extract.cli._command import SETTINGS, Version, epilog_of, run
 
 _EXAMPLES = {
     "mtp extract gemma-4-E4B-it.litertlm": "Writes the drafter to a directory that transformers, vLLM and SGLang load.",
@@ -16,33 +18,31 @@ _EXAMPLES = {
 }
 
 
-class _Commands(click.Group):
+class _Commands(TyperGroup):
     """All of them, each imported when it is asked for."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # What click suggests for a misspelt name.
+        # What typer suggests for a misspelt name.
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        app: click.Command | None = module_of(cmd_name).app if cmd_name in COMMANDS else None
-        return app
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return get_command(module_of(cmd_name).app) if cmd_name in COMMANDS else None
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-app = _Commands(
-    help="Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles; check, convert, tune and measure it.",
-    params=[*STANDARD],
-    epilog=epilog_of(_EXAMPLES),
-    context_settings=dict(SETTINGS),
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
+def _commands(version: Version = False) -> None:
+    """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles; check, convert, tune and measure it."""
 
 
 def main(called: str = "mtp") -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated, Literal
 
-from click import Argument, Choice, echo
+import typer
 
-from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
 _PATHS = {"bundle": sample_bundle, "base": sample_base, "prompts": sample_prompts}
-_OPTIONS = (Argument(["name"], type=Choice(tuple(_PATHS)), default="bundle", help="Which of its files."),)
 
 
-def sample_command(name: str) -> None:
+def sample_command(
+    *,
+    name: Annotated[
+        Literal["bundle", "base", "prompts"], typer.Argument(help="Which of its files.", show_default=True)
+    ] = "bundle",
+    version: Version = False,
+) -> None:
     """Print the path of the sample that comes with mtp-extract: its bundle, its base model, or prompts for it."""
-    echo(_PATHS[name]())
+    typer.echo(_PATHS[name]())
 
 
 _EXAMPLES = {
@@ -23,5 +29,5 @@ _EXAMPLES = {
     'mtp-validate DIR --base "$(mtp sample base)"': "Measures a drafter of the sample beside its base.",
 }
 
-app = Command(sample_command, _OPTIONS, _EXAMPLES, no_arguments_is_help=False)
+app = app_of(sample_command, _EXAMPLES, no_arguments_is_help=False)
 main = partial(run, app, is_short=True)

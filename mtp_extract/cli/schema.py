@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Annotated
 
-from click import Argument, Choice
+import typer
 
-from mtp_extract.cli._command import Command, run
+from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import RecordName, schema
 
-_OPTIONS = (
-    Argument(["name"], type=Choice(get_args(RecordName)), metavar="NAME", help="Record whose schema is printed."),
-)
 
-
-def schema_command(name: str) -> None:
+def schema_command(
+    *,
+    name: Annotated[RecordName, typer.Argument(metavar="NAME", help="Record whose schema is printed.")],
+    version: Version = False,
+) -> None:
     """Print the JSON schema of extraction.json, report.json, or what mtp-bench or mtp-doctor prints with --json."""
     write_json(schema(name))
 
@@ -26,5 +26,5 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app = Command(schema_command, _OPTIONS, _EXAMPLES)
+app = app_of(schema_command, _EXAMPLES)
 main = partial(run, app, is_short=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
-from click import Argument, Choice, FloatRange, IntRange, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import DEVICE, OVERWRITE, PATH, base_option
+from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._options import BASE, Device, Overwrite
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli.terminal import error, say, say_notes, table
 from mtp_extract.errors import escape
@@ -27,68 +27,95 @@ if TYPE_CHECKING:
 _WIDEST = 30  # characters of a name in a table: so that lines stay within 100
 
 
-_OPTIONS = (
-    Argument(
-        ["directory"],
-        type=PATH,
-        required=False,
-        metavar="[DIR]",
-        help="The drafter: extracted, an official assistant, or a head; or its Hub id.",
-    ),
-    base_option(required=True),
-    Option(
-        ["-o", "--out"], type=PATH, metavar="DIR", help="Where the result goes; by default DIR-tuned or MODEL-eagle3."
-    ),
-    Option(["--work"], type=PATH, metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
-    Option(
-        ["--mode"],
-        type=Choice(get_args(Mode)),
-        default="norms",
-        help="What to train. norms: norms and layer scalars. qat: also the codes, on the stored grid. float: every "
-        "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out.",
-    ),
-    Option(
-        ["--prompts"], type=PATH, metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."
-    ),
-    Option(
-        ["--text"],
-        type=PATH,
-        metavar="FILE",
-        help="Texts by people instead, or prompts with answers, in the same forms.",
-    ),
-    Option(["--text-from"], metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."),
-    Option(["--text-model"], metavar="NAME", help="Name of the model on the server; needed if it serves several."),
-    Option(
-        ["--new-tokens"], type=IntRange(2), default=256, metavar="N", help="Most tokens of each of the base's texts."
-    ),
-    Option(
-        ["--temperature"],
-        type=FloatRange(0, 100),
-        default=0.0,
-        metavar="X",
-        help="Temperature of serving and of the base's text; 0 is greedy.",
-    ),
-    Option(["--chat-template/--no-chat-template"], default=True, help="Put prompts into the base's chat format."),
-    Option(["--draft-steps"], type=IntRange(1), default=3, metavar="N", help="Drafts a round to train for."),
-    Option(
-        ["--steps"], type=IntRange(1), metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."
-    ),
-    Option(["--batch"], type=IntRange(1), default=16, metavar="N", help="Texts a step, of all processes together."),
-    Option(["--learning-rate"], type=FloatRange(0), metavar="X", help="Rate; by default the mode's own, by width."),
-    Option(
-        ["--draft-vocab"],
-        type=IntRange(1),
-        default=32000,
-        metavar="N",
-        help="Tokens that an eagle3 head can propose, the most frequent ones.",
-    ),
-    DEVICE,
-    Option(["--force"], is_flag=True, help="Save the result even if it is not better."),
-    OVERWRITE,
-)
-
-
-def tune_command(**values: Any) -> None:
+def tune_command(
+    *,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="The drafter: extracted, an official assistant, or a head; or its Hub id."),
+    ] = None,
+    base: Annotated[str, BASE],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Where the result goes; by default DIR-tuned or MODEL-eagle3."),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option("--work", metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
+    ] = None,
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            "--mode",
+            help="What to train. norms: norms and layer scalars. qat: also the codes, on the stored grid. float: every "
+            "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out.",
+        ),
+    ] = "norms",
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Texts by people instead, or prompts with answers, in the same forms."
+        ),
+    ] = None,
+    text_from: Annotated[
+        str | None,
+        typer.Option(
+            "--text-from", metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."
+        ),
+    ] = None,
+    text_model: Annotated[
+        str | None,
+        typer.Option(
+            "--text-model", metavar="NAME", help="Name of the model on the server; needed if it serves several."
+        ),
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=2, metavar="N", help="Most tokens of each of the base's texts.")
+    ] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature",
+            min=0,
+            max=100,
+            metavar="X",
+            help="Temperature of serving and of the base's text; 0 is greedy.",
+        ),
+    ] = 0.0,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template/--no-chat-template", help="Put prompts into the base's chat format.")
+    ] = True,
+    draft_steps: Annotated[
+        int, typer.Option("--draft-steps", min=1, metavar="N", help="Drafts a round to train for.")
+    ] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, metavar="N", help="Texts a step, of all processes together.")
+    ] = 16,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning-rate", min=0, metavar="X", help="Rate; by default the mode's own, by width."),
+    ] = None,
+    draft_vocab: Annotated[
+        int,
+        typer.Option(
+            "--draft-vocab",
+            min=1,
+            metavar="N",
+            help="Tokens that an eagle3 head can propose, the most frequent ones.",
+        ),
+    ] = 32000,
+    device: Device = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Save the result even if it is not better.")] = False,
+    overwrite: Overwrite = False,
+    version: Version = False,
+) -> None:
     """Tune a drafter to the base that it is served with, on what that base writes; or make a new head.
 
     The result is saved only if, on held-out text, it needs significantly fewer rounds, gets worse on no workload, and
@@ -96,7 +123,28 @@ def tune_command(**values: Any) -> None:
     dense one does. Otherwise the exit status is 1; --force saves it anyway. Ctrl-C ends the training and measures the
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
-    plan = TuningPlan(**values)
+    plan = TuningPlan(
+        directory=directory,
+        base=base,
+        out=out,
+        work=work,
+        mode=mode,
+        prompts=prompts,
+        text=text,
+        text_from=text_from,
+        text_model=text_model,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        chat_template=chat_template,
+        draft_steps=draft_steps,
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        draft_vocab=draft_vocab,
+        device=device,
+        force=force,
+        overwrite=overwrite,
+    )
     from mtp_extract.api import tune
 
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
@@ -114,7 +162,7 @@ def tune_command(**values: Any) -> None:
         if first:
             why = "nothing changed" if _is_unchanged(outcome, plan) else "; ".join(outcome.refused)
             error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
-        sys.exit(1)
+        raise typer.Exit(1)
 
 
 class _TuningReporter(TerminalReporter):
@@ -238,5 +286,5 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app = Command(tune_command, _OPTIONS, _EXAMPLES)
+app = app_of(tune_command, _EXAMPLES)
 main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from click import Argument, Option
+import typer
 
-from mtp_extract.cli._command import Command, run
-from mtp_extract.cli._options import PATH
+from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
 from mtp_extract.report.card import CardWords
@@ -18,28 +17,37 @@ if TYPE_CHECKING:
     from mtp_extract.hub.upload import UploadResult
 
 
-_OPTIONS = (
-    Argument(["directory"], type=PATH, metavar="DIR", help="Directory that mtp-extract wrote."),
-    Argument(["repository"], metavar="ORG/NAME", help="The repository on the Hub."),
-    Option(
-        ["--private/--public"],
-        default=True,
-        help="Visibility of a repository that is created; one that exists keeps its own.",
-    ),
-    Option(
-        ["--beside"],
-        is_flag=True,
-        help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
-    ),
-    Option(["--force"], is_flag=True, help="Write into a repository that holds other files (its history keeps them)."),
-    Option(["--dry-run"], is_flag=True, help="Check and list what would be sent, with sizes and hashes; send nothing."),
-    Option(["--license"], metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
-    Option(["--base-model"], metavar="ORG/NAME", help="The base's id on the Hub, for the card."),
-)
-
-
 def upload_command(
-    directory: Path, repository: str, *, private: bool, beside: bool, force: bool, dry_run: bool, **card: str | None
+    *,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory that mtp-extract wrote.")],
+    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")],
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private/--public", help="Visibility of a repository that is created; one that exists keeps its own."
+        ),
+    ] = True,
+    beside: Annotated[
+        bool,
+        typer.Option(
+            "--beside",
+            help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a repository that holds other files (its history keeps them).")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and list what would be sent, with sizes and hashes; send nothing.")
+    ] = False,
+    license: Annotated[  # noqa: A002 - the field's name
+        str | None,
+        typer.Option("--license", metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", metavar="ORG/NAME", help="The base's id on the Hub, for the card.")
+    ] = None,
+    version: Version = False,
 ) -> None:
     """Publish a checkpoint directory on the Hugging Face Hub, and verify what arrived.
 
@@ -49,9 +57,8 @@ def upload_command(
     """
     from mtp_extract.api import upload
 
-    result = upload(
-        directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=CardWords(**card)
-    )
+    card = CardWords(license=license, base_model=base_model)
+    result = upload(directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=card)
     _show(result)
 
 
@@ -78,5 +85,5 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app = Command(upload_command, _OPTIONS, _EXAMPLES)
+app = app_of(upload_command, _EXAMPLES)
 main = partial(run, app)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from click import Argument, IntRange, Option
+import typer
 
-from mtp_extract.cli._command import Command, command_line, run
-from mtp_extract.cli._options import AS_JSON, CHAT_TEMPLATE, DEVICE, PATH, PROMPTS, WholeNumbers, base_option
+from mtp_extract.cli._command import Version, app_of, command_line, run
+from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, whole_numbers
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli.terminal import error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
@@ -20,46 +20,54 @@ if TYPE_CHECKING:
     from mtp_extract.validation.result import Validation
 
 
-_OPTIONS = (
-    Argument(
-        ["directory"],
-        type=PATH,
-        required=False,
-        metavar="[DIR]",
-        help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub.",
-    ),
-    base_option(required=False),
-    Option(["--beside"], type=PATH, metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
-    Option(
-        ["--source"], metavar="FILE", help="The .litertlm it was extracted from, to prove that this is its drafter."
-    ),
-    Option(["--sample"], is_flag=True, help="Validate the sample that comes with mtp-extract."),
-    PROMPTS,
-    Option(
-        ["--draft-steps"],
-        type=WholeNumbers(),
-        default="1,2,4,8",
-        metavar="K,…",
-        help=f"Numbers of drafts a round, up to {MOST_STEPS}.",
-    ),
-    Option(
-        ["--tree", "trees"],
-        multiple=True,
-        metavar="TREE",
-        help="Tree of drafts to measure too: 4x2x1 is four drafts, two after each, one after each of those; or "
-        "adaptive, a chain whose length follows acceptance. May be repeated.",
-    ),
-    DEVICE,
-    Option(["--new-tokens"], type=IntRange(3), default=64, metavar="N", help="Most tokens the base adds to a prompt."),
-    Option(["--batch"], type=IntRange(1), default=16, metavar="N", help="Prompts at a time."),
-    CHAT_TEMPLATE,
-    Option(["--report"], type=PATH, metavar="DIR", help="Write report.html, report.json and pair.json there."),
-    Option(["--overwrite"], is_flag=True, help="Replace an older report."),
-    AS_JSON,
-)
-
-
-def validate_command(*, print_json: bool, **values: Any) -> None:
+def validate_command(
+    *,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR", help="A checkpoint that mtp-extract wrote, or an official assistant; or its id on the Hub."
+        ),
+    ] = None,
+    base: Annotated[str | None, BASE] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option("--beside", metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source", metavar="FILE", help="The .litertlm it was extracted from, to prove that this is its drafter."
+        ),
+    ] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
+    prompts: Prompts = None,
+    draft_steps: Annotated[
+        str,
+        typer.Option("--draft-steps", metavar="K,…", help=f"Numbers of drafts a round, up to {MOST_STEPS}."),
+    ] = "1,2,4,8",
+    trees: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="TREE",
+            help="Tree of drafts to measure too: 4x2x1 is four drafts, two after each, one after each of those; or "
+            "adaptive, a chain whose length follows acceptance. May be repeated.",
+        ),
+    ] = None,
+    device: Device = "auto",
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=3, metavar="N", help="Most tokens the base adds to a prompt.")
+    ] = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Prompts at a time.")] = 16,
+    chat_template: ChatTemplate = True,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Write report.html, report.json and pair.json there."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
+    print_json: AsJson = False,
+    version: Version = False,
+) -> None:
     """Check a drafter against its bundle (--source), and measure acceptance with its base (--base).
 
     The exit status is 1 also if a check refutes the drafter.
@@ -73,7 +81,23 @@ def validate_command(*, print_json: bool, **values: Any) -> None:
         else:
             _show(validation)
 
-    plan = ValidationPlan(**values, command=command_line())
+    plan = ValidationPlan(
+        directory=directory,
+        base=base,
+        beside=beside,
+        source=source,
+        sample=sample,
+        prompts=prompts,
+        draft_steps=whole_numbers("draft_steps", draft_steps),
+        trees=tuple(trees or ()),
+        device=device,
+        new_tokens=new_tokens,
+        batch=batch,
+        chat_template=chat_template,
+        report=report,
+        overwrite=overwrite,
+        command=command_line(),
+    )
     # The result is printed before a report of it is written.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
         result = validate(plan, reporter)
@@ -81,7 +105,7 @@ def validate_command(*, print_json: bool, **values: Any) -> None:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if result.refuted:
         error("the validation shows that something is wrong; the verdict says what.")
-        sys.exit(1)
+        raise typer.Exit(1)
 
 
 def _show(validation: Validation) -> None:
@@ -110,5 +134,5 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app = Command(validate_command, _OPTIONS, _EXAMPLES)
+app = app_of(validate_command, _EXAMPLES)
 main = partial(run, app, kept="what was measured until then is above, if anything was")

@@ -15,7 +15,7 @@ _signals: list[int] = []
 class Interrupted(BaseException):
     """A signal asked the program to stop; its number is the argument.
 
-    Not KeyboardInterrupt, which click turns into a bare exit.
+    Not KeyboardInterrupt, which typer turns into a bare exit.
     """
 
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-import click
 import pytest
-from click.testing import CliRunner
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
 
 import mtp_extract
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.cli import COMMANDS, bench, convert, doctor, extract, insert, module_of, tune, upload, validate
-from mtp_extract.cli._command import Command
-from mtp_extract.cli._options import WholeNumbers
+from mtp_extract.cli._command import Version, app_of
+from mtp_extract.cli._options import whole_numbers
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import PlanError
 from mtp_extract.formats import EVERY
@@ -39,20 +40,20 @@ def call(*arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit status, the values that a small command was called with, and what was printed."""
     values = dict[str, Any]()
 
-    def command(**named: Any) -> None:
+    def command(
+        directory: Annotated[str | None, typer.Argument(metavar="DIR", help="Where.")] = None,
+        batch: Annotated[int, typer.Option("--batch", min=1, max=8, metavar="N", help="At a time.")] = 4,
+        steps: Annotated[str, typer.Option("--steps", metavar="K,…", help="Steps.")] = "1,2",
+        version: Version = False,
+    ) -> None:
         """Do it."""
-        if named["batch"] == 5:
+        if batch == 5:
             raise PlanError("batch 5: expected an even number.")
-        if named["batch"] == 7:
+        if batch == 7:
             raise PlanError("expected batch of at most 6, found 7. Lower it.", remedies=("batch", "steps", "none"))
-        values.update(named)
+        values.update(directory=directory, batch=batch, steps=whole_numbers("steps", steps))
 
-    options = (
-        click.Argument(["directory"], required=False, metavar="[DIR]", help="Where."),
-        click.Option(["--batch"], type=click.IntRange(1, 8), default=4, metavar="N", help="At a time."),
-        click.Option(["--steps"], type=WholeNumbers(), default="1,2", metavar="K,…", help="Steps."),
-    )
-    app = Command(command, options, {"mtp-it": "Does it."}, no_arguments_is_help=False)
+    app = app_of(command, {"mtp-it": "Does it."}, no_arguments_is_help=False)
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, values, " ".join(result.output.split())
 
@@ -65,9 +66,10 @@ def test_what_is_written_reaches_the_function() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--batch 9", "Invalid value for '--batch': 9 is not in the range 1<=x<=8."),
+        # The rest of this one is typer's own, and not the same in all of its versions.
+        ("--batch 9", "Invalid value for '--batch': "),
         ("--steps 1,x", "Invalid value for '--steps': expected whole numbers from 1, such as 1,2,4,8, found '1,x'."),
-        ("--steps 0", "expected whole numbers from 1"),
+        ("--steps 0", "Invalid value for '--steps': expected whole numbers from 1"),
         ("--batch 5", "Invalid value: --batch 5: expected an even number."),
         ("--batch 7", "Invalid value for '--batch', '--steps': expected batch of at most 6, found 7. Lower it."),
     ],
@@ -81,7 +83,8 @@ def test_wrong_usage_is_two(arguments: str, message: str) -> None:
 def test_help_shows_arguments_defaults_bounds_and_examples() -> None:
     _, _, output = call("--help")
     for part in (
-        "[DIR] Where.",
+        "[OPTIONS] [DIR]",
+        "Where.",
         "--batch N At a time. [default: 4; 1<=x<=8]",
         "Steps. [default: 1,2]",
         "mtp-it Does it.",
@@ -90,8 +93,9 @@ def test_help_shows_arguments_defaults_bounds_and_examples() -> None:
 
 
 def test_there_are_no_more_options_than_somebody_acts_on() -> None:
-    options = [option for name in COMMANDS for option in module_of(name).app.params if isinstance(option, click.Option)]
-    assert len([option for option in options if option.expose_value]) <= 90
+    parameters = [parameter for name in COMMANDS for parameter in get_command(module_of(name).app).params]
+    options = [option for option in parameters if option.param_type_name == "option" and option.expose_value]
+    assert len(options) <= 90
 
 
 @pytest.mark.parametrize(
@@ -122,12 +126,17 @@ def test_a_command_has_the_fields_and_defaults_of_its_plan(name: str) -> None:
     assert defaults.keys() - {"print_json"} <= {field.name for field in fields(plan)}
     for field in fields(plan):
         if field.name in defaults and defaults[field.name] is not None:
-            assert defaults[field.name] == field.default, field.name
+            default = defaults[field.name]
+            several = isinstance(field.default, tuple)
+            assert (whole_numbers(field.name, default) if several else default) == field.default, field.name
 
 
-def defaults_of(app: click.Command) -> dict[str, Any]:
-    """Of the options, as the function is given them; None where there is none."""
-    return app.make_context(app.name, [], resilient_parsing=True).params
+def defaults_of(app: typer.Typer) -> dict[str, Any]:
+    """Of the options, as the function is called without them; None where there is none."""
+    (command,) = app.registered_commands
+    parameters = inspect.signature(command.callback).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters if parameter.name != "version"}
+    return {name: None if default is inspect.Parameter.empty else default for name, default in defaults.items()}
 
 
 def bounds_in_help(function: str) -> Iterator[tuple[str, float, float | None]]:
@@ -147,7 +156,7 @@ def test_help_shows_the_fields_and_the_bounds_that_hold(name: str, count: int) -
 
     bounds = list(bounds_in_help(function))
     assert len(bounds) == count
-    ranges = {option.name: option.type for option in command.app.params}
+    options = inspect.signature(command.app.registered_commands[0].callback, eval_str=True).parameters
     for field, least, most in bounds:
         several = isinstance(getattr(plan, field), tuple)
         with pytest.raises(PlanError, match=f"expected {field} of at least {least:g}, found") as refusal:
@@ -156,8 +165,9 @@ def test_help_shows_the_fields_and_the_bounds_that_hold(name: str, count: int) -
         if most is not None:
             with pytest.raises(PlanError, match=f"expected {field} of at most {most:g}, found"):
                 replace(plan, **{field: (most + 1,) if several else most + 1})
-        if isinstance(kind := ranges.get(field), (click.IntRange, click.FloatRange)):
-            assert (kind.min, kind.max) == (least, most), field
+        if field in options and not several:
+            (option,) = options[field].annotation.__metadata__
+            assert (option.min, option.max) == (least, most), field
 
 
 def test_no_number_is_out_of_bounds_too() -> None:

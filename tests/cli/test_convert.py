@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from helpers.commands import run
+from typer.testing import CliRunner
 
 from mtp_extract import extract
 from mtp_extract.architecture.eagle3 import EAGLE3

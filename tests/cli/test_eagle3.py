@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from click.testing import CliRunner
 from helpers.commands import run
 from helpers.random_heads import edit, head_config, random_head, write_head
 from helpers.schemas import validator
+from typer.testing import CliRunner
 
 from mtp_extract.cli import convert, inspect
 

@@ -201,7 +201,7 @@ def test_what_a_mistake_says(
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     lines = (done.stderr.replace(url, shown) if url else done.stderr).splitlines()
-    # Wrong usage is said by click, after how it is called.
+    # Wrong usage is said by typer, after how it is called.
     begins = "Error: " if mistake.status == 2 else "error: "
     (said,) = [line.removeprefix(begins) for line in lines if line.startswith(begins)]
     assert re.fullmatch(".+".join(map(re.escape, mistake.says.split("…"))), said), said

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from helpers.reporters import Recorder
 from helpers.variant_files import variant
 from seam import verify
+from typer.testing import CliRunner
 
 from mtp_extract import convert, extract
 from mtp_extract.bundle import open_bundle

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from helpers.commands import run_here
 from helpers.first_pair import first_bundle
 from helpers.prompt_files import few_of, write_prompts
 from helpers.variant_files import variant
+from typer.testing import CliRunner
 
 from mtp_extract.cli import terminal, validate
 from mtp_extract.data import sample_prompts
