@@ -73,6 +73,8 @@ def fill_layers(table: Sequence[Role], num_layers: int) -> tuple[Role, ...]:
     """The roles of ``table``, those of a layer ``num_layers`` times, each with its layer for ``{i}``."""
     # Those of a layer stand together.
     of_layers = [role for role in table if role.name.startswith(_LAYERS)]
+    if not of_layers:
+        return tuple(table)
     first = table.index(of_layers[0])
     filled = list[Role]()
     for layer in range(num_layers):

@@ -86,7 +86,8 @@ def extract_drafter(
         check_place(target, overwrite=overwrite, inputs=inputs, listed=recorded)
         opened.prefetch()
         if unproven:
-            drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
+            with naming_file(opened.source.name):
+                drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
             require_complete(drafter)
         else:
             with offering_unproven(opened):

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from mtp_extract.architecture import shapes_of
-from mtp_extract.bundle import Opened, Shard, open_bundle
+from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.graph.trace import trace_drafter
@@ -138,7 +138,9 @@ def _graph(drafter: Shard) -> dict[str, Any]:
         for role in walk.roles
     ]
     aside = [{**_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
-    return {"roles": roles, "set_aside": aside, "proof": prove_drafter(drafter)}
+    with naming_file(model.region.source.name):
+        proof = prove_drafter(drafter)
+    return {"roles": roles, "set_aside": aside, "proof": proof}
 
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class SlotsOfLayer:
             lowered = base - self.largest - (effect.offset + effect.scored * self.largest)
         for wrong, what in (
             (visible & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
-            (hidden & ~(lowered >= _WEIGHS_NOTHING), "is seen, or not lowered below what K can be"),
+            (hidden & ~(lowered >= _WEIGHS_NOTHING), "should be hidden, and is not lowered below every score"),
         ):
             if wrong.any():
                 row, slot = (int(i) for i in np.argwhere(wrong)[0])

@@ -129,9 +129,12 @@ def test_what_is_known_to_be_another_function_is_refused_all_the_same(tmp_path: 
 
     file = edited(tmp_path / "other.tflite", halve_scores)
 
-    with pytest.raises(ProofError, match=r"scores are 0\.5 times"):
+    with pytest.raises(ProofError, match=r"other\.tflite: .*scores are 0\.5 times"):
         extract(file, tmp_path / "made", unproven=True)
     assert not (tmp_path / "made").exists()
+    inspected = run_here("inspect", file, "--graph")
+    assert inspected.returncode == 1
+    assert "other.tflite: layers.0.attention: " in inspected.stderr.replace("\n", " ")
 
 
 def hide_an_attention(graph: Graph) -> None:
