@@ -22,7 +22,7 @@ import mtp_extract
 from mtp_extract.cli._written import is_rounded
 from mtp_extract.cli.terminal import size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
-from mtp_extract.formats import EVERY, HEADS, NAMES
+from mtp_extract.formats import ENGINES, EVERY, FORMATS
 from mtp_extract.io.address import parse_address
 from mtp_extract.pipeline.extraction import default_directory
 from mtp_extract.pipeline.inspection import inspect
@@ -42,7 +42,7 @@ LIMITS = (
     f"Drafters of up to {LARGEST / 1e9:g} GB, {LONGEST // 60} minutes a job, one job at a time. Files are removed "
     f"{KEPT // 60} minutes after they were made."
 )
-CHOICES = [name for name in NAMES if name not in HEADS]
+CHOICES = [*dict.fromkeys((*ENGINES, *FORMATS))]
 STYLE = """
 .gradio-container { width: 100%; max-width: 56rem !important; min-width: 0 !important; margin: 0 auto !important; }
 .small { min-width: min(20rem, 100%) !important; opacity: .75; }

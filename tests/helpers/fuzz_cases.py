@@ -202,10 +202,10 @@ class Planned:
 
     @classmethod
     def of(cls, drafter: Shard) -> Planned:
-        made = format_named("transformers").plan(checkpoint_of(drafter), "f32")
-        values = {role: kept.weight.array() for role, kept in made.kept.items()}
+        plan = format_named("transformers").plan(checkpoint_of(drafter), "f32")
+        values = {role: stored_as.weight.array() for role, stored_as in plan.stored.items()}
         tensors = {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
-        return cls(values, tensors, json.loads(made.files[1].text)["text_config"])
+        return cls(values, tensors, json.loads(plan.files[1].text)["text_config"])
 
 
 @cache

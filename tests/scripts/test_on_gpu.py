@@ -30,7 +30,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == ["Drafts a round", "Contexts, 4 drafts"]
     assert [row[0] for row in found["Drafts a round"]] == ["0", "3", "2x2x1"]
     alone, chain, _ = found["Drafts a round"]
-    assert (alone[1], alone[5]) == ("0.00", "1.00")  # the base alone drafts nothing, and takes as long as itself
+    assert alone[5] == "1.00"  # the base alone takes as long as itself
     assert float(chain[1]) > 0 and float(chain[4]) > 0
     assert abs(float(chain[1]) + float(chain[2]) - float(chain[3])) < 0.02
     assert [row[0] for row in found["Contexts, 4 drafts"]] == ["128"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.loop_server import writer
 from helpers.model_server import ModelServer, Written, model_server
+from helpers.reporters import Recorder
 from helpers.schemas import validator
 from seam import verify
 
@@ -72,13 +73,14 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
     class Stopped(BaseException):
         pass
 
-    def stop(line: str, done: int, total: int) -> None:
-        if done >= 8:
-            raise Stopped
+    class Stopping(Recorder):
+        def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+            if number >= 8:
+                raise Stopped
 
     setting = of_server(plan, tmp_path / "tuned", served)
     with pytest.raises(Stopped):
-        gather_texts(Pair(setting), stop)
+        gather_texts(Pair(setting), Stopping())
     file = setting.work / "texts.jsonl"
     assert len(file.read_text().splitlines()) == 2
     # As a killed run leaves it: the last batch is asked for again.
