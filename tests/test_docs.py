@@ -21,6 +21,7 @@ from helpers.hub_fixtures import hub, published_repository  # noqa: F401 - a fix
 from helpers.hub_server import HubServer
 from helpers.model_server import model_server
 from helpers.prompt_files import few_of, write_prompts
+from typer.main import get_command
 
 import mtp_extract
 from mtp_extract.cli import COMMANDS
@@ -156,7 +157,7 @@ def check(command: Command, desk: Desk) -> None:
     own = called(command)
     if own is not None:
         name, arguments = own
-        importlib.import_module(f"mtp_extract.cli.{name}").app.make_context(name, list(arguments))
+        get_command(importlib.import_module(f"mtp_extract.cli.{name}").app).make_context(name, list(arguments))
         return
     words = command.words
     program = next((word for word in words if word in FLAGS), None)
@@ -295,7 +296,7 @@ def options() -> set[str]:
     """Of all commands."""
     found = {"--help", "-h"}
     for name in COMMANDS:
-        command = importlib.import_module(f"mtp_extract.cli.{name}").app
+        command = get_command(importlib.import_module(f"mtp_extract.cli.{name}").app)
         found |= {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
     return found
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from helpers import bigram
 from helpers.prompt_files import write_prompts
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from mtp_extract import ValidationPlan, convert, validate
 from mtp_extract.architecture import ARCHITECTURES

@@ -221,11 +221,11 @@ WRONG = {
     ),
     "scores hidden by too little": Wrong(lambda g: g.set_input(masked(g, FULL), 2, number(g, -3)), "not lowered"),
     "the window inverted": Wrong(lambda g: g.recode(one(g, "LESS"), "GREATER"), "sliding window"),
-    "filled with a score, the mask no window": Wrong(all_past_shown, "seen, or not lowered", APRIL),
+    "filled with a score, the mask no window": Wrong(all_past_shown, "should be hidden, and is not", APRIL),
     "the window by its first parameter": Wrong(window_by(0), "Engines hand each type", APRIL),
     "the window by a parameter that is 0": Wrong(window_by(3), "do not belong", APRIL),
     "scores of a window put elsewhere": Wrong(body(placed_at_0), "do not belong", APRIL),
-    "the mask's window longer than K's": Wrong(window_longer, "seen, or not lowered", APRIL),
+    "the mask's window longer than K's": Wrong(window_longer, "should be hidden, and is not", APRIL),
     "V of a window by another parameter": Wrong(
         body(lambda b: b.set_value(int(one(b, "SLICE").inputs[1]), [0, 0, 0, 3]), values=True), "slots", APRIL
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 
 from mtp_extract.cli import tune
@@ -119,8 +120,9 @@ def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
     refused = tuple(same.refused())
     outcome = Outcome(None, refused, same, corpus, record, ("of the base",))
     monkeypatch.setattr("mtp_extract.api.tune", lambda *_: outcome)
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(typer.Exit) as end:
         tune.tune_command(directory=Path("drafter"), base="base", out=Path("tuned"))
+    assert end.value.exit_code == 1
     shown = capsys.readouterr()
     first, *others = " ".join(shown.out.split()).split(" Note: ")
     assert first == (
