@@ -96,8 +96,8 @@ def extract_drafter(
             original = checkpoint_of(drafter)
         origin = of_bundle(drafter, original)
         planned = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
-        # Before a byte is written; what is written is then compared with this checkpoint. Of what was rounded that is
-        # done when its bytes are written: making all numbers once more would take as long as the proof.
+        # Before a byte is written; what is written is then compared with this checkpoint: all bytes when they are
+        # written, and by role the codes, and of floats some rows. To make all once more takes as long as the proof.
         if proof is None and not drafter.not_proven:
             with offering_unproven(opened):
                 proof = prove_checkpoint(drafter, original)
@@ -110,7 +110,7 @@ def extract_drafter(
             overwrite=overwrite,
             inputs=inputs,
             reporter=reporter,
-            compare_rounded=False,
+            every_float=False,
         )
 
 

@@ -130,7 +130,7 @@ def write(
     overwrite: bool,
     inputs: InputPaths,
     reporter: Reporter = SILENT,
-    compare_rounded: bool = True,
+    every_float: bool = True,
 ) -> ExtractionResult:
     """Write the files that are ``planned`` into the directory ``target``, compare what is read there, and write the
     card and the record.
@@ -140,7 +140,8 @@ def write(
         notes: for the user, besides those on how weights are stored.
         overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
         reporter: told of the bytes written.
-        compare_rounded: whether floats that were rounded are compared, too, once more than as the bytes of their file.
+        every_float: whether all floats are made and compared once more than as the bytes of their file, or of each
+            weight the first and the last rows.
 
     Raises:
         OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
@@ -152,7 +153,7 @@ def write(
     with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
         tick = counter(reporter, "writing", sum(tensor.length for file in planned.files for tensor in file.tensors))
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
-        _compare_written(planned, stage, compare_rounded)
+        _compare_written(planned, stage, every_float)
         record = _record_of(planned, origin, rules[0] if rules else None, files)
         # The card is made of the record, which lists it.
         files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
@@ -184,11 +185,11 @@ def _record_of(planned: Plan, origin: Mapping[str, Any], rule: str | None, files
     }
 
 
-def _compare_written(planned: Plan, stage: Path, compare_rounded: bool) -> None:
+def _compare_written(planned: Plan, stage: Path, every_float: bool) -> None:
     """Read what lies in ``stage`` and compare it with what was ``planned``; CheckpointError where it differs."""
     back = format_named(planned.layout).read(stage)
-    require_same(planned, back, rounded=compare_rounded)
-    if compare_rounded:
+    require_same(planned, back, every_float=every_float)
+    if every_float:
         # Codes that are not those of the floats they lie beside are refused where they are read.
         with_codes(stage, back.tensors)
 

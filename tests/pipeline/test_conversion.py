@@ -19,9 +19,9 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.format import Plan
-from mtp_extract.checkpoint.weight import constant_weight
+from mtp_extract.checkpoint.weight import constant_weight, of_array
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.formats import FORMATS, read_checkpoint
+from mtp_extract.formats import FORMATS, format_named, read_checkpoint
 from mtp_extract.pipeline.check import files_in
 
 TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
@@ -199,6 +199,31 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
     with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other floats"):
         convert(bf16, tmp_path / "out", format="litert")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("first", "second"), [("layers.0.gate_proj", "layers.0.up_proj"), ("layers.0.q_norm",) * 2])
+def test_an_extraction_that_reads_back_otherwise_is_noticed(
+    sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, first: str, second: str
+) -> None:
+    """Two weights of one shape crossed; or one whose last row alone is another, as a wrong offset has it."""
+    kind = type(format_named("transformers"))
+    read = kind.read
+
+    def crossed(self: Any, directory: Path) -> Checkpoint:
+        checkpoint = read(self, directory)
+        tensors = dict(checkpoint.tensors)
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+        if first == second:
+            changed = tensors["lm_head"].array()
+            changed[-1, -1] += 1
+            tensors["lm_head"] = of_array(changed)
+        return replace(checkpoint, tensors=tensors)
+
+    monkeypatch.setattr(kind, "read", crossed)
+    with pytest.raises(CheckpointError, match="what was written holds other floats than it was made of"):
+        extract(sample, tmp_path / "made", dtype=dtype)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
