@@ -19,12 +19,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.expressions import Doubles, Expr, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Value
 from mtp_extract.graph.mask_trees import Clipped, MaskTree, MaskValue, Score, SlotWindow
 from mtp_extract.graph.views import View
 
 _MOST_TERMS = 64
+_MOST_MASKS = 256
+"""Nodes of the tree of what masks do to a score; those of Google's structure and of exporters have at most six."""
 
 CacheAxes = tuple[int | None, int, int]
 """Of a cache's shape, the axes of KV heads (None where there is one), slots and dimensions."""
@@ -139,6 +142,17 @@ class ScoreView:
         return self.view.only("slot")
 
     def with_tree(self, tree: MaskTree, view: View) -> ScoreView:
+        """A score of which masks make ``tree``.
+
+        Raises:
+            UnsupportedError: it is larger than any drafter's: where each selection is between one score and itself, the
+                time doubles with each.
+        """
+        if tree.size > _MOST_MASKS:
+            raise UnsupportedError(
+                f"Expected at most {_MOST_MASKS} numbers, masks and operators between a score and its softmax, found "
+                f"{tree.size}, each counted wherever it is used. Nothing is written. Please report the file."
+            )
         return ScoreView("score", replace(self.scores, tree=tree), view)
 
     def clipped(self, lowest: float, highest: float) -> ScoreView:

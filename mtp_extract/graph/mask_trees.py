@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -84,13 +85,23 @@ class MaskTree:
         """What it does in ``cases``."""
         raise NotImplementedError
 
-    def nodes(self) -> Iterator[MaskTree]:
-        """Itself, and all that it is made of."""
-        yield self
+    def parts(self) -> Iterator[MaskTree]:
+        """The trees that it is made of."""
         for field in fields(self):  # type: ignore[arg-type]  # each of them is a dataclass
             part = getattr(self, field.name)
             if isinstance(part, MaskTree):
-                yield from part.nodes()
+                yield part
+
+    def nodes(self) -> Iterator[MaskTree]:
+        """Itself, and all that it is made of."""
+        yield self
+        for part in self.parts():
+            yield from part.nodes()
+
+    @cached_property
+    def size(self) -> int:
+        """How many nodes it has; one that several share counts for each of them."""
+        return 1 + sum(part.size for part in self.parts())
 
     @property
     def values(self) -> list[Value]:

@@ -20,7 +20,7 @@ from ai_edge_litert import schema_py_generated as schema
 from flatbuffers import flexbuffers
 from helpers.make_bundle import TABLE, Memory, Part, bundle, pack, table, vector
 from helpers.make_drafter import DrafterSpec, plain_model
-from helpers.surgery import Graph
+from helpers.surgery import Graph, sound
 from helpers.twin_base import TWIN, edited_twin
 from seam import (
     FormatError,
@@ -350,6 +350,26 @@ def test_a_name_says_the_layer_before_its_own_word() -> None:
     }
     for name, layers in carried.items():
         assert roles_module._layers_of("layer_{i}/.*query_norm", [name]) == layers
+
+
+def masked_again(times: int) -> bytes:
+    """Scores of a layer that are chosen between and themselves, ``times`` one after the other."""
+    graph = sound("torch")
+    shape = graph.shape(graph.layer(0).scores)
+
+    def choose(scores: int) -> int:
+        for _ in range(times):
+            scores = graph.call("SELECT_V2", graph.input("mask"), scores, scores, shape=shape)
+        return scores
+
+    graph.insert(graph.layer(0).scores, choose)
+    return graph.data()
+
+
+def test_a_mask_tree_whose_branches_are_one_another_is_refused_by_its_size() -> None:
+    prove(Memory(masked_again(5)))
+    with pytest.raises(UnsupportedError, match=r"at most 256 numbers, masks and operators .*, found \d+"):
+        prove(Memory(masked_again(14)))
 
 
 def test_a_drafter_of_100_layers_is_read() -> None:
