@@ -36,7 +36,7 @@ from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
 from mtp_extract.litertlm.quantized import QuantizedTensor
-from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, FLOAT_TYPES, Floats
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TensorType, TfliteModel
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
@@ -61,7 +61,6 @@ XNNPACK_SLOTS = 4096
 
 _CAST = 53
 _ROOM_FOR_TABLES = 1 << 22
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -335,5 +334,5 @@ def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:
     if tensor.type != TensorType.INT8 or not model.has_data(tensor):
         return False
     region = model.locate(tensor)
-    chunks = (range(begin, min(begin + _CHUNK, region.size)) for begin in range(0, region.size, _CHUNK))
+    chunks = (range(begin, min(begin + CHUNK_ELEMENTS, region.size)) for begin in range(0, region.size, CHUNK_ELEMENTS))
     return any(np.frombuffer(region.read(chunk.start, len(chunk)), np.int8).min() == -128 for chunk in chunks)
