@@ -45,8 +45,6 @@ _HALF = 0.5 + 1e-4
 _FLOAT_STEPS = {TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8}
 # Sums of squares that differ by less are equal.
 _AS_GOOD = 1.001
-# What is looked at together: it stays in a core's own cache.
-_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list
             wrong.add(slot)
         return result
 
-    looks = over_rows(slots, look, _ELEMENTS)
+    looks = over_rows(slots, look)
     verdicts = []
     for match in matches:
         of_role = [look for slot in match.slots for look in looks[slot]]

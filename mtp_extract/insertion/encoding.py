@@ -36,8 +36,6 @@ _AS_GOOD = 1 + 1e-4
 _NO_SCALE = np.float32(1e-30)
 # In steps: what rounding to float32 leaves of a number that is a code's.
 _NOISE = 1e-5
-# What is measured together: all of its arrays stay in a core's own cache.
-_ELEMENTS = 1 << 17
 
 
 _Doubles = npt.NDArray[np.float64]
@@ -220,7 +218,7 @@ def _rounded(
         return measured
 
     encodings: dict[Slot, Encoding | None] = {}
-    for slot, rows in over_rows(slots, measure, _ELEMENTS).items():
+    for slot, rows in over_rows(slots, measure).items():
         sums = Sums.total(measured.sums for measured in rows)
         is_float = slot.stored.source.storage.type in FLOAT_TYPES
         if slot not in differ:

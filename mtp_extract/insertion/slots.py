@@ -23,12 +23,15 @@ from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row
 from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores
-from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, Floats
+from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
 
 _T = TypeVar("_T")
 _LAYER_SCALAR = ".layer_scalar"
 _SMALLEST_BUFFER = 16  # elements
+# Elements of a weight at a time. Threads take turns between operations on arrays: with fewer elements they wait for
+# each other, with more their arrays leave the cache.
+_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ class Slot:
             return False
         return not (self.constant.by_rows and self.new.columns % self.constant.source.storage.columns == 0)
 
-    def ranges(self, elements: int = CHUNK_ELEMENTS) -> Iterable[tuple[int, int]]:
-        """Rows ``[first, last)`` after each other, about ``elements`` elements at a time."""
-        return [(0, self.new.rows)] if self.whole else row_ranges(self.new, elements)
+    def ranges(self) -> Iterable[tuple[int, int]]:
+        """Rows ``[first, last)`` after each other, those that are worked on at a time."""
+        return [(0, self.new.rows)] if self.whole else row_ranges(self.new, _ELEMENTS)
 
     def part(self, total: int, first: int, last: int) -> slice:
         """Which of ``total`` stored things (bytes, codes, scales) are those of rows ``[first, last)``."""
@@ -209,14 +212,12 @@ def _slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) ->
     return slots or [Slot(role, (), weight, dtype)]
 
 
-def over_rows(
-    slots: Sequence[Slot], step: Callable[[Slot, int, int], _T], elements: int = CHUNK_ELEMENTS
-) -> dict[Slot, list[_T]]:
-    """For each slot what ``step(slot, first, last)`` gives of its rows, about ``elements`` at a time, in order."""
+def over_rows(slots: Sequence[Slot], step: Callable[[Slot, int, int], _T]) -> dict[Slot, list[_T]]:
+    """For each slot what ``step(slot, first, last)`` gives of its rows, some at a time, in order."""
     groups: dict[object, list[Slot]] = defaultdict(list)
     for slot in slots:
         groups[_read_together(slot)].append(slot)
-    tasks = [(group, *rows) for group in groups.values() for rows in group[0].ranges(elements)]
+    tasks = [(group, *rows) for group in groups.values() for rows in group[0].ranges()]
 
     def work(task: tuple[list[Slot], int, int]) -> list[_T]:
         group, first, last = task

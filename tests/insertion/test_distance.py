@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import Stored, StoredTensor
 from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
-from mtp_extract.insertion import comparison
+from mtp_extract.insertion import slots as slots_module
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, compare_slots
 from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
 from mtp_extract.insertion.slots import Location, Match, Slot, match_roles
@@ -94,7 +94,7 @@ def by_number(slot: Slot, step: Floats) -> tuple[float, float, int]:
 def test_one_pass_finds_what_number_by_number_finds(
     places: dict[str, Location], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "_ELEMENTS", 1000)
+    monkeypatch.setattr(slots_module, "_ELEMENTS", 1000)
     assert len(places) > 5
     for kind, place in places.items():
         if name == "far" and "blockwise" in kind:
