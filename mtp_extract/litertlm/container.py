@@ -8,7 +8,6 @@ Nothing of a section is read here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -142,32 +141,31 @@ def read_bundle(source: Source) -> Bundle:
             f"{source.name}: expected a .litertlm bundle (first bytes {MAGIC!r}), "
             f"found {source.read(0, min(len(MAGIC), source.size))!r}."
         )
+    version, end = _start(source)
+    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
+    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
+    system, listing = root.table(0), root.table(1)
+    sections = tuple(
+        Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _items(entry))
+        for index, entry in enumerate(listing.tables(0) if listing else ())
+    )
+    _check_ranges(source, end, sections)
+    return Bundle(source, version, end, _items(system), sections)
+
+
+def _start(source: Source) -> tuple[tuple[int, int, int], int]:
+    """The version of a bundle, and where its header ends."""
     if source.size < HEADER_START:
         raise TruncatedError(
             f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
         )
     head = FlatBuffer(Region(source, 0, source.size, "the header"))
-    version = _version(source, head)
-    end = _header_end(source, head)
-    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
-    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
-    system, listing = root.table(0), root.table(1)
-    sections = tuple(_sections(listing)) if listing else ()
-    _check_ranges(source, end, sections)
-    return Bundle(source, version, end, _items(system, 0), sections)
-
-
-def _version(source: Source, head: FlatBuffer) -> tuple[int, int, int]:
     major, minor, patch = (head.integer("I", at) for at in (8, 12, 16))
     if major != 1:
         raise UnsupportedError(
             f"{source.name}: .litertlm version {major}.{minor}.{patch}; this release reads versions 1.x. "
             "Look for a newer release of mtp-extract."
         )
-    return major, minor, patch
-
-
-def _header_end(source: Source, head: FlatBuffer) -> int:
     end = head.integer("Q", 24)
     if end > source.size:
         raise TruncatedError(
@@ -175,17 +173,12 @@ def _header_end(source: Source, head: FlatBuffer) -> int:
         )
     if not HEADER_START + 8 <= end <= _LONGEST_HEADER:
         raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be. {_AGAIN}")
-    return end
+    return (major, minor, patch), end
 
 
-def _sections(listing: Table) -> Iterator[Section]:
-    for index, entry in enumerate(listing.tables(0)):
-        yield Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _items(entry, 0))
-
-
-def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
+def _items(owner: Table | None) -> MappingProxyType[str, Item]:
     items: dict[str, Item] = {}
-    for pair in owner.tables(slot) if owner else ():
+    for pair in owner.tables(0) if owner else ():
         key = pair.string(0)
         tag = pair.integer(1, "B")
         value = pair.table(2)
@@ -205,15 +198,13 @@ def _items(owner: Table | None, slot: int) -> MappingProxyType[str, Item]:
 def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]) -> None:
     for section in sections:
         name = f"{source.name}: {section.label}"
-        begin = section.begin
-        end = section.end
-        if begin > end:
-            raise FormatError(f"{name} runs backwards, from byte {begin} to {end}. {_AGAIN}")
-        if end > source.size:
+        if section.begin > section.end:
+            raise FormatError(f"{name} runs backwards, from byte {section.begin} to {section.end}. {_AGAIN}")
+        if section.end > source.size:
             why = "The download is incomplete: fetch it again."
-            raise TruncatedError(f"{name} ends at byte {end}, but the file has {source.size}. {why}")
-        if begin < end and begin < header_end:
-            raise FormatError(f"{name} begins at byte {begin}, inside the header. {_AGAIN}")
+            raise TruncatedError(f"{name} ends at byte {section.end}, but the file has {source.size}. {why}")
+        if section.size and section.begin < header_end:
+            raise FormatError(f"{name} begins at byte {section.begin}, inside the header. {_AGAIN}")
     for first, second in pairwise(sorted((s for s in sections if s.size), key=lambda s: s.begin)):
         if second.begin < first.end:
             where = f"{first.label} and {second.label} overlap at byte {second.begin}"
