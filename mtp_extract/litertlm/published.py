@@ -24,14 +24,11 @@ id; or of a licence: its id on the Hub, its name, where its text is."""
 
 def _published(sha256: str | None, section: str | None = None) -> Entry | None:
     """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
-    for entry in _entries():
+    entries: list[Entry] = load_mapping("bundles")["bundles"]
+    for entry in entries:
         if (sha256 and sha256 == entry["sha256"]) or (section and section == entry["drafter"]["sha256"]):
             return entry
     return None
-
-
-def _entries() -> list[Entry]:
-    return [dict(entry) for entry in load_mapping("bundles")["bundles"]]
 
 
 def known_bundle(source: Source) -> Entry | None:
@@ -50,7 +47,7 @@ def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[
     Raises:
         SourceError: it is a copy in the Hub's cache, and not what the Hub states.
     """
-    published = next((entry for entry in _entries() if entry["size"] == source.size), None)
+    published = next((entry for entry in load_mapping("bundles")["bundles"] if entry["size"] == source.size), None)
     stated = stated_sha256(source.provenance)
     if source.path is None or (published is None and stated is None):
         return None
@@ -77,8 +74,8 @@ def stated_sha256(provenance: Mapping[str, str]) -> str | None:
 
 def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
     """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
-    section = extraction["source"].get("section") or {}
-    return _published(stated_sha256(_provenance(extraction)), section.get("sha256"))
+    source = extraction["source"]
+    return _published(stated_sha256(source.get("provenance") or {}), (source.get("section") or {}).get("sha256"))
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
@@ -101,9 +98,6 @@ def license_of(extraction: Mapping[str, Any]) -> Entry | None:
     """
     bundles, bundle = load_mapping("bundles"), bundle_of(extraction)
     by_repository = {entry["repository"]: entry["license"] for entry in bundles["bundles"]}
-    id_ = bundle["license"] if bundle else by_repository.get(_provenance(extraction).get("repository"))
+    provenance = extraction["source"].get("provenance") or {}
+    id_ = bundle["license"] if bundle else by_repository.get(provenance.get("repository"))
     return {"id": id_, **bundles["licenses"][id_]} if id_ else None
-
-
-def _provenance(extraction: Mapping[str, Any]) -> Mapping[str, str]:
-    return extraction["source"].get("provenance") or {}
