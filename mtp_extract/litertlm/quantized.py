@@ -31,20 +31,14 @@ from mtp_extract.litertlm.tflite import ELEMENT_BITS, Blockwise, Quantization, T
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A constant with what is needed to read it. Nothing is read until asked for.
-
-    Attributes:
-        storage: how it lies in the file: as rows of elements that share a scale.
-        scale: float32; ``[1]``, ``[channels]`` or ``[…, blocks]``; empty for floats. As stored, but blockwise FP16
-            scales are widened.
-        zero_point: int64, shaped like ``scale`` (zeros when none are stored); empty for floats.
-    """
+    """A constant with what is needed to read it. Nothing is read until asked for."""
 
     tensor: Tensor
     location: Region
-    storage: Storage
+    storage: Storage  # how it lies there: as rows of elements that share a scale
+    # [1], [channels] or […, blocks], blockwise FP16 scales widened; empty for floats.
     scale: Floats
-    zero_point: npt.NDArray[np.int64]
+    zero_point: npt.NDArray[np.int64]  # shaped like ``scale``, zeros when none are stored
 
     @classmethod
     def of(cls, model: TfliteModel, tensor: Tensor) -> QuantizedTensor:
@@ -70,8 +64,10 @@ class QuantizedTensor:
             raise UnsupportedError(
                 f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
             )
-        scale, zero_point = _checked(tensor, CODE_TYPES[type_], *_scales_of(model, tensor, quantization))
-        storage = _storage_of(type_, tensor, quantization, symmetric=not zero_point.any())
+        blockwise = quantization.blockwise
+        stored = _block_scales(model, tensor, blockwise) if blockwise else _channel_scales(tensor, quantization)
+        scale, zero_point = _checked(tensor, CODE_TYPES[type_], *stored)
+        storage = _storage_of(type_, tensor.shape, quantization, symmetric=not zero_point.any())
         return cls(tensor, location, storage, scale, zero_point)
 
     @property
@@ -125,19 +121,13 @@ class QuantizedTensor:
         return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
 
 
-def _scales_of(model: TfliteModel, tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
-    if quantization.blockwise is not None:
-        return _block_scales(model, tensor, quantization.blockwise)
-    return _channel_scales(tensor, quantization)
-
-
-def _storage_of(type_: TensorType, tensor: Tensor, quantization: Quantization, *, symmetric: bool) -> Storage:
+def _storage_of(type_: TensorType, shape: tuple[int, ...], quantization: Quantization, *, symmetric: bool) -> Storage:
     """How codes lie with scales that were checked."""
     if quantization.blockwise is not None:
-        return Storage(type_, tensor.shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
+        return Storage(type_, shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
     if quantization.scales.count == 1:
-        return Storage(type_, tensor.shape, "per_tensor", symmetric=symmetric)
-    return Storage(type_, tensor.shape, "per_channel", quantization.axis, symmetric=symmetric)
+        return Storage(type_, shape, "per_tensor", symmetric=symmetric)
+    return Storage(type_, shape, "per_channel", quantization.axis, symmetric=symmetric)
 
 
 def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -162,8 +152,9 @@ def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tup
     if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
         raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
     tensors = model.subgraphs[tensor.subgraph].tensors
-    _check_index(tensor, details.scales, 0, len(tensors))
-    _check_index(tensor, details.zero_points, -1, len(tensors))
+    for index, lowest in ((details.scales, 0), (details.zero_points, -1)):
+        if not lowest <= index < len(tensors):
+            raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
     blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
     scales = tensors[details.scales]
     # Floats only: scales that had scales of their own could lead back here.
@@ -176,11 +167,6 @@ def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tup
     if zero_points.elements not in (1, scale.size):
         raise FormatError(f"{tensor.label} has {scale.size} block scales and {zero_points.elements} zero points.")
     return scale, _plain_integers(model, zero_points)
-
-
-def _check_index(tensor: Tensor, index: int, fewest: int, count: int) -> None:
-    if not fewest <= index < count:
-        raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {count}.")
 
 
 def _checked(
