@@ -21,10 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.tflite import (
-    ELEMENT_BITS,
-    TensorType,
-)
+from mtp_extract.litertlm.tflite import ELEMENT_BITS, TensorType
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
@@ -190,14 +187,10 @@ class Storage:
 
     type: TensorType
     shape: tuple[int, ...]
-    kind: str
-    """"none" (floats), "per_tensor", "per_channel" or "blockwise"."""
-    axis: int = 0
-    """Of the channels, for per_channel."""
-    block_size: int = 0
-    """Elements of the last axis that share a scale, for blockwise; else 0."""
-    symmetric: bool = True
-    """Whether zero points are all 0, and stay so."""
+    kind: str  # "none" (floats), "per_tensor", "per_channel" or "blockwise"
+    axis: int = 0  # of the channels, for per_channel
+    block_size: int = 0  # elements of the last axis that share a scale, for blockwise; else 0
+    symmetric: bool = True  # whether zero points are all 0, and stay so
 
     @property
     def packing(self) -> Packing | None:

@@ -78,43 +78,29 @@ _DETAILS = MappingProxyType({0: "none", 1: "custom", _BLOCKWISE: "blockwise", 3:
 _OPTION_TYPES: dict[str, int] = load_mapping("tflite_schema")["option_types"]
 
 # Slot of `fused_activation_function` in the options of the operators that have one.
-_ACTIVATION_SLOT = MappingProxyType(
-    {
-        **dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV", "L2_NORMALIZATION"), 0),
-        "CONCATENATION": 1,
-        "CONV_2D": 3,
-    }
-)
+_ACTIVATION_SLOT = dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV", "L2_NORMALIZATION"), 0) | {
+    "CONCATENATION": 1,
+    "CONV_2D": 3,
+}
 
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Details of blockwise quantization: the scales sit in another tensor, ``[…, blocks]``, usually FP16.
+    """Details of blockwise quantization: the scales sit in another tensor, ``[…, blocks]``, usually FP16."""
 
-    Attributes:
-        scales: index of the tensor with the scales.
-        zero_points: index of the tensor with the zero points; -1 for none.
-        block_size: elements of the last axis that share a scale.
-    """
-
-    scales: int
-    zero_points: int
-    block_size: int
+    scales: int  # index of the tensor with the scales
+    zero_points: int  # index of the tensor with the zero points; -1 for none
+    block_size: int  # elements of the last axis that share a scale
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization metadata of a tensor. Presence proves nothing: F32 tensors carry it too.
+    """Quantization metadata of a tensor. Presence proves nothing: F32 tensors carry it too."""
 
-    Attributes:
-        axis: ``quantized_dimension``, the axis the scales run along.
-        details: "none", "custom", "blockwise", "multi-axis" or "unknown (N)".
-        scales, zero_points: where they stand in the model, and how many there are; none of them is read yet.
-    """
-
-    axis: int
-    details: str
+    axis: int  # ``quantized_dimension``, the axis the scales run along
+    details: str  # "none", "custom", "blockwise", "multi-axis" or "unknown (N)"
     blockwise: Blockwise | None
+    # Where they stand in the model, and how many there are; none of them is read yet.
     scales: Vector = field(repr=False)
     zero_points: Vector = field(repr=False)
 
@@ -174,25 +160,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator. ``kind`` is the builtin's name, or ``CUSTOM:code``.
-
-    Attributes:
-        inputs: tensor indices; -1 for an optional input that is absent.
-        composite: name of a STABLEHLO_COMPOSITE; None for any other operator.
-        body: subgraph with the composite's decomposition; -1 for none.
-        attributes: what the composite says of itself, a flexbuffer that is not read yet; None where there are none.
-        activation: fused activation function of the kinds that have one (0 none).
-    """
+    """An operator. ``kind`` is the builtin's name, or ``CUSTOM:code``."""
 
     subgraph: int
     index: int
     kind: str
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # tensor indices; -1 for an optional input that is absent
     outputs: tuple[int, ...]
-    composite: str | None
-    body: int
+    composite: str | None  # name of a STABLEHLO_COMPOSITE; None for any other operator
+    body: int  # subgraph with the composite's decomposition; -1 for none
+    # What the composite says of itself, a flexbuffer that is not read yet; None where there are none.
     attributes: Vector | None = field(repr=False)
-    activation: int
+    activation: int  # fused activation function of the kinds that have one (0 none)
     options: Table | None = field(repr=False, compare=False)
 
     @property
@@ -331,8 +310,7 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
     if not subgraphs:
         raise FormatError(f"{region.source.name}: {region.what} has no subgraph.")
     external = _external_buffers(root)
-    signatures = _signatures(root, subgraphs)
-    return TfliteModel(region, weights, subgraphs, signatures, buffers, external)
+    return TfliteModel(region, weights, subgraphs, _signatures(root, subgraphs), buffers, external)
 
 
 def _external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int, str]]:
@@ -351,10 +329,28 @@ def _signatures(root: Table, subgraphs: tuple[Subgraph, ...]) -> tuple[Signature
     """The signatures; one that is listed several times is one."""
     signatures = dict[object, Signature]()
     for table in root.tables(7):
-        signature = _signature(table, subgraphs)
-        interface = (*signature.inputs.items(), None, *signature.outputs.items())
-        signatures.setdefault((signature.key, signature.subgraph, interface), signature)
+        key, index = table.string(2) or "", table.integer(4, "I")
+        what = f"signature {escape(key)!r} names"
+        if index >= len(subgraphs):
+            raise table.buffer.error(f"{what} subgraph {index} of {len(subgraphs)}")
+        count = len(subgraphs[index].tensors)
+        inputs, outputs = _named_tensors(table, 0, count, what), _named_tensors(table, 1, count, what)
+        interface = (*inputs.items(), None, *outputs.items())
+        signatures.setdefault((key, index, interface), Signature(key, index, inputs, outputs))
     return tuple(signatures.values())
+
+
+def _named_tensors(table: Table, slot: int, count: int, what: str) -> MappingProxyType[str, int]:
+    """By name, the indices in ``slot``, each of one of ``count`` tensors."""
+    tensors = {}
+    for entry in table.tables(slot):
+        name, tensor = entry.string(0) or "", entry.integer(1, "I")
+        if tensor >= count:
+            raise table.buffer.error(f"{what} tensor {tensor} as {escape(name)!r}")
+        if name in tensors:
+            raise table.buffer.error(f"{what} {escape(name)!r} twice")
+        tensors[name] = tensor
+    return MappingProxyType(tensors)
 
 
 def _operator_code(table: Table) -> str:
@@ -444,22 +440,3 @@ def _quantization(table: Table) -> Quantization | None:
         blockwise = Blockwise(details.integer(0, "i"), details.integer(1, "i"), details.integer(2, "i"))
     name = _DETAILS.get(kind, f"unknown ({kind})")
     return Quantization(table.integer(6, "i"), name, blockwise, table.vector(2, 4), table.vector(3, 8))
-
-
-def _signature(table: Table, subgraphs: tuple[Subgraph, ...]) -> Signature:
-    key, index = table.string(2) or "", table.integer(4, "I")
-    if index >= len(subgraphs):
-        raise table.buffer.error(f"signature {escape(key)!r} names subgraph {index} of {len(subgraphs)}")
-
-    def names(slot: int) -> MappingProxyType[str, int]:
-        tensors = {}
-        for entry in table.tables(slot):
-            name, tensor = entry.string(0) or "", entry.integer(1, "I")
-            if tensor >= len(subgraphs[index].tensors):
-                raise table.buffer.error(f"signature {escape(key)!r} names tensor {tensor} as {escape(name)!r}")
-            if name in tensors:
-                raise table.buffer.error(f"signature {escape(key)!r} names {escape(name)!r} twice")
-            tensors[name] = tensor
-        return MappingProxyType(tensors)
-
-    return Signature(key, index, names(0), names(1))
