@@ -23,9 +23,10 @@ _KINDS = (
 
 
 def file_kind(head: bytes) -> str:
-    """What the file is that begins with ``head``, its first :data:`HEAD` bytes or all it has; and what to do.
+    """What the file is that begins with ``head``, and what to do: "an archive. Unpack it, …".
 
-    Such as "an archive. Unpack it, …", for who meant a LiteRT file.
+    Args:
+        head: its first :data:`FIRST_BYTES_READ` bytes, or all it has.
     """
     other = f"another kind of file (first bytes {head[:8].hex(' ')}). Check that it is the right file."
     return next((words for pattern, words in _KINDS if re.match(pattern, head, re.DOTALL)), other)

@@ -68,24 +68,16 @@ def faults(name: str) -> Iterator[None]:
     except MtpExtractError:
         raise
     except Exception as error:
-        why, is_passing = _meaning(cause_of(error))
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        # Whatever goes wrong at the Hub, its client looks into its cache then, and raises that this lacks the file.
+        cause: BaseException = error
+        while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        why, is_passing = _meaning(cause)
         if why:
             raise (FaultError(name, why) if is_passing else SourceError(f"{name}: {why}.")) from None
         raise  # a fault of ours
-
-
-def cause_of(error: Exception) -> BaseException:
-    """Why huggingface_hub raised ``error``.
-
-    Whatever goes wrong at the Hub, it looks into its cache then, and raises that this lacks the file; what went wrong
-    is the cause of that.
-    """
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    cause: BaseException = error
-    while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    return cause
 
 
 def _meaning(error: BaseException) -> tuple[str, bool]:

@@ -51,9 +51,7 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
         return _open_hub(address, token, reporter)
     assert not isinstance(source, HubAddress)
     text = os.fspath(source)
-    if "://" not in text and os.path.lexists(text):
-        return _open_local(Path(text))
-    return RemoteSource(public_url(text), text, False, None, reporter) if "://" in text else LocalSource(text)
+    return RemoteSource(public_url(text), text, False, None, reporter) if "://" in text else _open_local(Path(text))
 
 
 def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
@@ -119,8 +117,8 @@ def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter)
     revision = address.revision
 
     def copy_of(revision: str | None) -> Source | None:
-        metadata = try_to_load_from_cache(repository, path, revision=revision)
-        return _open_local(Path(metadata), address) if isinstance(metadata, str) else None
+        copy = try_to_load_from_cache(repository, path, revision=revision)
+        return _open_local(Path(copy), address) if isinstance(copy, str) else None
 
     with faults(name):
         # A commit names the same bytes for ever, so the Hub need not be asked.
@@ -170,7 +168,8 @@ def checkpoint_here(
         SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
         CheckpointError: it is a LoRA adapter.
     """
-    text = _with_slashes(source)
+    # An address in a Path has lost one of its slashes.
+    text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
     folder = None if os.path.lexists(text) else parse_address(text)
     if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
         what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
@@ -189,11 +188,6 @@ def checkpoint_here(
             return text
         _check_listing(folder, sizes, largest)
     return _downloaded(folder) if fetch else text
-
-
-def _with_slashes(source: str | os.PathLike[str]) -> str:
-    """``source`` as text: an address in a Path has lost one of its slashes."""
-    return re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
 
 
 def _downloaded(folder: HubAddress) -> str:
