@@ -8,7 +8,7 @@ compared, by hash, with what the Hub says it has.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -62,28 +62,17 @@ class HubFile:
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What was published, or with ``dry_run`` what would be.
+    """What was published, or with ``dry_run`` what would be."""
 
-    Attributes:
-        repository: ``org/name``.
-        url: of the repository's page.
-        commit: that holds the files; None for a dry run.
-        private: the visibility of a repository created by this upload.
-        created: the repository did not exist; None for a dry run, which asks nobody.
-        sent: paths that were not there before.
-        files: everything the repository now holds of the directory.
-        notes: that the card was changed since it was written.
-    """
-
-    repository: str
-    url: str
-    commit: str | None
-    private: bool
+    repository: str  # ``org/name``
+    url: str  # of the repository's page
+    commit: str | None  # that holds the files; None for a dry run
+    private: bool  # the visibility of a repository created by this upload
     dry_run: bool
-    created: bool | None
-    sent: tuple[str, ...]
-    files: tuple[HubFile, ...]
-    notes: tuple[str, ...] = ()
+    created: bool | None  # the repository did not exist; None for a dry run, which asks nobody
+    sent: tuple[str, ...]  # paths that were not there before
+    files: tuple[HubFile, ...]  # everything the repository now holds of the directory
+    notes: tuple[str, ...] = ()  # such as that the card was changed since it was written
 
 
 def plan_upload(
@@ -103,23 +92,18 @@ def plan_upload(
     notes = list[str]()
     if why := drafter.record.get("not_proven"):
         notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
-    if _is_changed_by_hand(drafter, words):
-        notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
-    elif report is not None or words != UNSAID or CARD not in contents:
-        limits = format_named(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
-        contents[CARD] = model_card(drafter.record, limits, report, words).encode()
-    return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
-
-
-def _is_changed_by_hand(drafter: ReadDirectory, words: CardWords) -> bool:
-    """Whether the card is no longer the one that was written; HubError where ``words`` would be put on such a one."""
     is_changed = changed_card(drafter.directory, drafter.record)
     if is_changed and words != UNSAID:
         raise HubError(
             f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
             "one that was changed. Write them into it, or delete it: it is then made anew."
         )
-    return is_changed
+    if is_changed:
+        notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
+    elif report is not None or words != UNSAID or CARD not in contents:
+        limits = format_named(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
+        contents[CARD] = model_card(drafter.record, limits, report, words).encode()
+    return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
 
 
 def _contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
@@ -168,12 +152,33 @@ def upload_directory(
     _check_name(repo_id)
     adds, notes = plan_upload(directory, words)
     if beside:
-        adds = _gguf_alone(directory, adds, words)
+        gguf = weights_of(GGUF, (add.path_in_repo for add in adds))
+        if gguf is None or words != UNSAID:
+            raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
+        adds = [add for add in adds if add.path_in_repo == gguf]
         notes = tuple(note for note in notes if not note.startswith(CARD))
     files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
     paths = tuple(file.path for file in files)
     planned = UploadResult(repo_id, f"{constants.ENDPOINT}/{repo_id}", None, private, True, None, paths, files, notes)
     return planned if dry_run else _send(planned, adds, _secret(token), beside=beside, force=force)
+
+
+def _secret(token: str | None) -> str:
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
+    if not (secret := token or get_token()):
+        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
+    return secret
+
+
+def _check_name(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
+    except HFValidationError as error:
+        what = "letters, digits, '-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
+        raise HubError(
+            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and {what}"
+        ) from error
 
 
 def _send(
@@ -199,35 +204,6 @@ def _send(
             changes.append(f"The repository was created on the way ({'private' if planned.private else 'public'}).")
         commit = _commit(api, repo_id, adds)
     return replace(planned, commit=commit, dry_run=False, created=not is_there, sent=sent)
-
-
-def _secret(token: str | None) -> str:
-    """``token``, or the one that is left by a login; HubError where there is none, or nobody to show it to."""
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
-    if not (secret := token or get_token()):
-        raise HubError("No token for the Hub was found: log in with 'hf auth login', or set HF_TOKEN.")
-    return secret
-
-
-def _check_name(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
-    except HFValidationError as error:
-        what = "letters, digits, '-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
-        raise HubError(
-            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and {what}"
-        ) from error
-
-
-def _gguf_alone(
-    directory: str | os.PathLike[str], adds: Sequence[CommitOperationAdd], card: CardWords
-) -> list[CommitOperationAdd]:
-    """The one file of a GGUF among ``adds``; HubError where there is none, or words for a card that is not sent."""
-    gguf = weights_of(GGUF, (add.path_in_repo for add in adds))
-    if gguf is None or card != UNSAID:
-        raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
-    return [add for add in adds if add.path_in_repo == gguf]
 
 
 def _check_others(repo_id: str, entries: Collection[str], unchanged: Collection[str]) -> None:
