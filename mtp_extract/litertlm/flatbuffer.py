@@ -38,15 +38,11 @@ class Budget:
 
 
 class FlatBuffer:
-    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own.
-
-    Attributes:
-        bytes_read: so many bytes of tables, strings and vectors, what is read twice counted twice.
-    """
+    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own."""
 
     def __init__(self, region: Region, budget: Budget | None = None) -> None:
         self.region = region
-        self.bytes_read = 0
+        self._bytes_read = 0  # of tables, strings and vectors, what is read twice counted twice
         self._budget = budget or Budget()
         self._vtables = dict[int, tuple[int, tuple[int, ...]]]()
         self._stored = dict[tuple[int, int], bytes]()
@@ -62,10 +58,10 @@ class FlatBuffer:
             FormatError: more elements than any real model has, or than so few bytes hold.
         """
         self._budget.elements -= elements
-        self.bytes_read += length
+        self._bytes_read += length
         if self._budget.elements < 0:
             raise self.error("it describes more elements than any real model has")
-        if self.bytes_read > _READS_OF_A_BYTE * self.region.size + _SPARE:
+        if self._bytes_read > _READS_OF_A_BYTE * self.region.size + _SPARE:
             raise self.error(f"its {self.region.size} bytes describe more elements than they hold, by sharing parts")
 
     def stored(self, start: int, length: int) -> bytes:
@@ -159,7 +155,10 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: fields are addressed by slot, the order in which the schema declares them."""
+    """A table: fields are addressed by slot, the order in which the schema declares them.
+
+    A number that is absent is its default, a string or table None, and a vector empty.
+    """
 
     buffer: FlatBuffer
     position: int
@@ -176,36 +175,30 @@ class Table:
         return at + self.buffer.integer("I", at) if at else 0
 
     def integer(self, slot: int, code: str, default: int = 0) -> int:
-        """An integer field; ``default`` when absent."""
         at = self.at(slot)
         return self.buffer.integer(code, at) if at else default
 
     def scalar(self, slot: int, code: str, default: int | float | bool = 0) -> int | float | bool:
-        """A scalar field of any kind; ``default`` when absent."""
         at = self.at(slot)
         return self.buffer.unpack(code, at) if at else default
 
     def string(self, slot: int) -> str | None:
-        """A string field; None when absent."""
         at = self.follow(slot)
         return self.buffer.string(at) if at else None
 
     def table(self, slot: int) -> Table | None:
-        """A table field; None when absent."""
         at = self.follow(slot)
         return self.buffer.table(at) if at else None
 
     def vector(self, slot: int, width: int) -> Vector:
-        """A vector field with elements of ``width`` bytes; empty when absent."""
+        """The vector in ``slot``, of elements of ``width`` bytes."""
         at = self.follow(slot)
         return self.buffer.vector(at, width) if at else Vector(self.buffer, 0, 0, width)
 
     def integers(self, slot: int, code: str) -> tuple[int, ...]:
-        """A vector of integers; empty when absent."""
         return self.vector(slot, _STRUCTS[code].size).integers(code)
 
     def tables(self, slot: int) -> Iterator[Table]:
-        """A vector of tables; empty when absent."""
         vector = self.vector(slot, 4)
         for offset in range(vector.start, vector.start + 4 * vector.count, 4):
             yield self.buffer.table(offset + self.buffer.integer("I", offset))
