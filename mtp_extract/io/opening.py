@@ -48,7 +48,11 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
     if isinstance(source, Source):
         return source
     if address := _address_of(source):
-        return _open_hub(address, token, reporter)
+        files = bundles_at(address, token) or [address]
+        if len(files) > 1:
+            names = few((file.name for file in files), most=20)
+            raise SourceError(f"{address.name}: expected one {BUNDLE}, found {names}. Name a file.")
+        return _open_hub(files[0], token, reporter)
     assert not isinstance(source, HubAddress)
     text = os.fspath(source)
     return RemoteSource(public_url(text), text, False, None, reporter) if "://" in text else _open_local(Path(text))
@@ -109,8 +113,6 @@ def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter)
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-    if not address.is_file:
-        address = _only_bundle(address, token)
     name = address.name
     repository = address.repository
     path = address.path
@@ -136,15 +138,6 @@ def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter)
     remote = RemoteSource(name, pinned, token, metadata.size, reporter)
     remote.provenance = address.record(commit, metadata.etag)
     return remote
-
-
-def _only_bundle(address: HubAddress, token: str | bool | None) -> HubAddress:
-    """The address of the one ``.litertlm`` in the repository or folder that ``address`` names."""
-    bundles = bundles_at(address, token)
-    if len(bundles) > 1:
-        names = few((bundle.name for bundle in bundles), most=20)
-        raise SourceError(f"{address.name}: expected one {BUNDLE}, found {names}. Name a file.")
-    return bundles[0]
 
 
 def is_checkpoint(place: str | os.PathLike[str]) -> bool:
@@ -238,9 +231,9 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
         api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
 
         # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
-        def ask() -> Any:
-            return api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0)
-
-        about = ask_patiently(address.name, ask)
+        about = ask_patiently(
+            address.name,
+            lambda: api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0),
+        )
         sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     return {path: size for path, size in sizes.items() if path.startswith(address.path)}
