@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import run
 from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
@@ -120,11 +122,14 @@ def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> No
     assert [request for request in hub.requests if request.method == "PUT"] == []
 
 
-@pytest.mark.parametrize("fault", [{"status": 403}, {"drop": True}])
-def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, int]) -> None:
-    """For good, and then for a while."""
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [({"status": 403}, "the Hub's storage refuses what is sent (403)"), ({"drop": True}, "or the connection was lost")],
+)
+def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, int], message: str) -> None:
+    """For good, and then for a while; it says nothing of rights."""
     hub.fault("put", times=99, **fault)
-    refused(directory)
+    assert f"{message}. Run it again: it resumes." in refused(directory)
     assert set(hub.repos[NAME].files) == {".gitattributes"}
     hub.faults.clear()
     hub.fault("put", status=503, times=2)
@@ -156,11 +161,6 @@ def test_a_refusal_without_words_is_about_rights(hub: HubServer, directory: Path
     assert refused(directory) == (
         "org/drafter: the token may not write there: choose a name of yours, or a token with write permission for it."
     )
-
-
-def test_storage_that_refuses_says_nothing_of_rights(hub: HubServer, directory: Path) -> None:
-    hub.fault("put", status=403, times=99)
-    assert "the Hub's storage refuses what is sent (403). Run it again: it resumes." in refused(directory)
 
 
 def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
@@ -325,3 +325,31 @@ def test_what_does_not_go_there(base: HubServer, gguf: Path, directory: Path, tm
     (spoiled / GGUF).write_bytes(b"GGUF")
     assert GGUF in refused(spoiled, BASE, MtpExtractError, beside=True)
     assert base.requests == []
+
+
+# --- as a user runs it
+
+
+def test_a_dry_run_then_the_upload(
+    hub: HubServer, extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ENDPOINT": hub.url(), "HOME": str(tmp_path / "home"), "HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(f"HF_{name}", value)
+
+    def printed(*options: str) -> str:
+        done = run("upload", extracted, NAME, *options)
+        assert done.returncode == 0, done.stderr
+        assert TOKEN not in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    planned = printed("--dry-run")
+    assert NAME not in hub.repos
+    done = printed()
+    before, after = (re.findall(r"^  (\S+) +.*…$", output, re.MULTILINE) for output in (planned, done))
+    assert before == after
+    assert {"README.md", "codes/codes.safetensors", "extraction.json", "model.safetensors"} < set(before)
+    assert f"matches by hash (commit {hub.repos[NAME].commit})" in done
+    again = printed()
+    assert "nothing was sent" in again
+    assert again.splitlines()[-1] == f"{hub.url()}/{NAME}"
