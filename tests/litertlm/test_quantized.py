@@ -40,11 +40,12 @@ def stored(
 
 
 def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
-    """Slow, by hand: one code at a time, lowest bits first."""
-    packing, whole = CODE_TYPES[type_], int.from_bytes(data, "little")
-    codes = [(whole >> (index * packing.bits)) & ((1 << packing.bits) - 1) for index in range(count)]
-    negative = 1 << (packing.bits - 1) if packing.signed else 1 << packing.bits
-    return np.array([code - (1 << packing.bits) * (code >= negative) for code in codes], np.int64)
+    """By single bits, the lowest first; the highest of a signed code counts negative."""
+    packing = CODE_TYPES[type_]
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[: count * packing.bits]
+    worth = 1 << np.arange(packing.bits)
+    worth[-1] *= -1 if packing.signed else 1
+    return bits.reshape(count, packing.bits) @ worth
 
 
 @pytest.mark.parametrize(
