@@ -19,6 +19,7 @@ HUB = "https://huggingface.co"
         (f"{HUB}/org/repo/resolve/main/a.litertlm?download=true", HubAddress("org/repo", "a.litertlm", "main")),
         (f"{HUB}/org/repo/blob/refs%2Fpr%2F3/s/a.litertlm", HubAddress("org/repo", "s/a.litertlm", "refs/pr/3")),
         ("hf://org/repo@v1", HubAddress("org/repo", "", "v1")),
+        ("org/repo@main", HubAddress("org/repo", "", "main")),
         (f"{HUB}/org/repo/?library=litert#x", HubAddress("org/repo", "")),
         (f"{HUB}/org/repo/tree/v1/sub", HubAddress("org/repo", "sub/", "v1")),
         ("huggingface.co/org/repo", HubAddress("org/repo", "")),

@@ -24,12 +24,14 @@ REPO = "litert-community/gemma-4-E4B-it-litert-lm"
 FILE = "gemma-4-E4B-it.litertlm"
 URL = f"hf://{REPO}/{FILE}"
 DATA = random.Random(4).randbytes(3 << 20)
+PLAIN = "/files/a.litertlm"
 KIB = 1 << 10
 
 
 @pytest.fixture
 def bundle(hub: HubServer) -> HubServer:
-    hub.add(REPO, FILE, DATA)
+    """A Hub with the file in a repository, and beside all repositories, as of a plain server."""
+    hub.plain[PLAIN] = hub.add(REPO, FILE, DATA)
     return hub
 
 
@@ -124,15 +126,14 @@ def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
         assert source.provenance["etag"] == content.git
 
 
-def test_a_plain_url(hub: HubServer, patience: Patient) -> None:
-    content = hub.plain["/files/a.litertlm"] = hub.add("x/y", "z", DATA)
-    url = hub.url().replace("//", "//user:password@") + "/files/a.litertlm?key=SecretSignatureThatMustNotLeak"
+def test_a_plain_url(bundle: HubServer, patience: Patient) -> None:
+    url = f"{bundle.url().replace('//', '//user:password@')}{PLAIN}?key={SIGNATURE}"
     with open_source(url) as source:
-        assert source.name == hub.url() + "/files/a.litertlm"
-        assert source.provenance == {"url": source.name, "etag": f'"{content.sha256}"'}
+        assert source.name == bundle.url() + PLAIN
+        assert source.provenance == {"url": source.name, "etag": f'"{bundle.plain[PLAIN].sha256}"'}
         assert source.read(1 << 20, 999) == DATA[1 << 20 : (1 << 20) + 999]
-    assert TOKEN not in str([request.authorization for request in hub.requests])
-    assert whole(hub.url() + "/files/a.litertlm") == DATA
+    assert TOKEN not in str([request.authorization for request in bundle.requests])
+    assert whole(bundle.url() + PLAIN) == DATA
 
 
 def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> None:
@@ -158,23 +159,15 @@ def test_what_goes_away_is_asked_again(
     assert patience.waits == [0.5, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize(("where", "skip"), [("storage", 0), ("storage", 1), ("plain", 1)])
 @pytest.mark.parametrize("status", [200, 416])
 def test_a_range_that_is_denied_for_a_while_is_asked_for_again(
-    bundle: HubServer, patience: Patient, status: int, skip: int
+    bundle: HubServer, patience: Patient, where: str, status: int, skip: int
 ) -> None:
-    """As by one of several caches, which lost the file, or sends all of it."""
-    bundle.fault("storage", status=status, headers={"Content-Range": "bytes */0"}, skip=skip)
-    assert whole(URL) == DATA
+    """As by one of several caches, which lost the file, or sends all of it; a plain server has sent ranges before."""
+    bundle.fault(where, status=status, headers={"Content-Range": "bytes */0"}, skip=skip)
+    assert whole(bundle.url() + PLAIN if where == "plain" else URL) == DATA
     assert patience.waits == [0.5]
-
-
-def test_a_plain_server_that_sent_ranges_does_so_again(hub: HubServer, patience: Patient) -> None:
-    hub.plain["/a"] = hub.add("x/y", "z", DATA)
-    for status in (200, 416):
-        hub.fault("plain", status=status, skip=1)
-    assert whole(hub.url() + "/a") == DATA
-    assert patience.waits == [0.5, 1.0]
 
 
 def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience: Patient) -> None:
@@ -251,10 +244,9 @@ def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patienc
 
 
 @pytest.mark.parametrize(("status", "text"), [(401, "refuses access"), (403, "refuses access"), (404, "no such file")])
-def test_what_a_plain_server_refuses(hub: HubServer, patience: Patient, status: int, text: str) -> None:
-    hub.plain["/a"] = hub.add("x/y", "z", DATA)
-    hub.fault("plain", status=status)
-    assert text in fails(hub.url() + "/a")
+def test_what_a_plain_server_refuses(bundle: HubServer, patience: Patient, status: int, text: str) -> None:
+    bundle.fault("plain", status=status)
+    assert text in fails(bundle.url() + PLAIN)
 
 
 def test_a_copy_in_the_hubs_cache_is_used(

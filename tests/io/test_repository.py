@@ -14,7 +14,6 @@ from helpers.hub_server import Content, HubServer
 from helpers.make_bundle import like_published, without_drafter
 
 import mtp_extract
-from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import NoDrafterError, SourceError
 
 WITH, GPU = f"hf://{E4B}/gemma-4-E4B-it.litertlm", f"hf://{E4B}/gemma-4-E4B-it-gpu.litertlm"
@@ -52,12 +51,6 @@ def test_at_most_1_mb_is_read_beside_the_drafter(google: HubServer, sample: Path
         drafter = next(section.size for section in opened.sections if section.model_type == "mtp_drafter")
         mtp_extract.extract(opened, tmp_path / "drafter")
     assert google.sent["storage"] - drafter <= 1_000_000
-
-
-@pytest.mark.parametrize("address", [E4B, f"hf://{E4B}", f"{E4B}@main", f"URL/{E4B}", f"URL/{E4B}/tree/main"])
-def test_every_name_of_the_repository_leads_to_it(google: HubServer, address: str) -> None:
-    with open_bundle(address.replace("URL", google.url())) as opened:
-        assert opened.source.name.endswith("/gemma-4-E4B-it.litertlm")
 
 
 def test_where_none_has_a_drafter_each_is_listed_by_what_it_holds(google: HubServer, tmp_path: Path) -> None:
