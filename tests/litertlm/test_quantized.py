@@ -121,7 +121,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
 @pytest.mark.parametrize("type_", [TensorType.INT2, TensorType.INT4, TensorType.INT8])
 def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks so small that rows that begin in mid-byte fall on every kind of border."""
-    monkeypatch.setattr("mtp_extract.litertlm.storage.CHUNK_ELEMENTS", 512)
+    monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 512)
     rows = 1031
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, -(-rows * columns * CODE_TYPES[type_].bits // 8), np.uint8).tobytes()
