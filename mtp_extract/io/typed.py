@@ -44,11 +44,8 @@ class Figure(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     ci95: Bounds | None = None  #: 95 % over texts; null with too few, and then nothing is decided
 
 
-def read(value: Any, kind: type[T], place: str = "") -> T:
+def read(value: Any, kind: type[T]) -> T:
     """``value``, which JSON gave, as a ``kind``; what has no field is passed over.
-
-    Args:
-        place: of ``value`` in its file.
 
     Raises:
         ValueError: it is none; the message names the field.
@@ -57,4 +54,4 @@ def read(value: Any, kind: type[T], place: str = "") -> T:
         return convert(value, kind)
     except ValidationError as error:
         what, _, field = str(error).partition(" - at `$")
-        raise ValueError(f"{(place + field.rstrip('`')).lstrip('.') or 'the whole'}: {what}") from error
+        raise ValueError(f"{field.rstrip('`').lstrip('.') or 'the whole'}: {what}") from error
