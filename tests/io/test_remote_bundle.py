@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from helpers.first_pair import first_base, first_bundle
 from helpers.hub_fixtures import Patient
 from helpers.hub_server import TOKEN, Content, HubServer
 from helpers.make_bundle import DRAFTER as MODEL_TYPE
-from helpers.make_bundle import Part, bundle, drafter_of, load, pack
+from helpers.make_bundle import Part, bundle, drafter_of, load, pack, parts_of
 from seam import verify_against
 
 import mtp_extract
@@ -26,8 +27,6 @@ from mtp_extract.bundle import open_source
 from mtp_extract.errors import NoDrafterError
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.io.remote import RemoteSource
-from mtp_extract.io.source import LocalSource
-from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.pipeline.inspection import inspect
 
 REPO, FILE = "org/large", "large.litertlm"
@@ -57,27 +56,18 @@ print(digest.hexdigest(), peak)
 
 
 def grown(path: Path, begin: int, size: int) -> str:
-    """The sample with its drafter section moved to ``begin`` and padded to ``size``, in a sparse file.
-
-    The header is the sample's with two numbers changed: where the last section begins and ends. Returns the
-    SHA-256 of the new section.
+    """The sample with its drafter section, which is the last, moved to ``begin`` and padded to ``size``, in a sparse
+    file; the SHA-256 of the new section.
     """
-    data = first_bundle().read_bytes()
-    with LocalSource(first_bundle()) as source:
-        section = next(s for s in read_bundle(source).sections if s.model_type == "mtp_drafter")
-    header = bytearray(data[:16384])
-    for old, new in ((section.begin, begin), (section.end, begin + size)):
-        number = old.to_bytes(8, "little")
-        assert header.count(number) == 1
-        at = header.index(number)
-        header[at : at + 8] = new.to_bytes(8, "little")
-    drafter = data[section.begin : section.end]
-    with open(path, "wb") as file:
-        file.write(header + data[16384 : section.begin])
+    *others, drafter = parts_of(first_bundle())
+    with mtp_extract.open(first_bundle()) as opened:
+        ranges = [(section.begin, section.end) for section in opened.sections[:-1]]
+    with path.open("wb") as file:
+        file.write(bundle([*others, replace(drafter, data=b"")], ranges=[*ranges, (begin, begin + size)]))
         file.seek(begin)
-        file.write(drafter)
+        file.write(drafter.data)
         file.truncate(begin + size)
-    return hashlib.sha256(drafter + bytes(size - len(drafter))).hexdigest()
+    return hashlib.sha256(drafter.data.ljust(size, b"\0")).hexdigest()
 
 
 @pytest.fixture

@@ -18,26 +18,10 @@ from mtp_extract.io.source import LocalSource, Region
 from mtp_extract.litertlm.container import read_bundle
 from mtp_extract.litertlm.writer import Added, bundle_with
 
-CONTENT = st.tuples(st.integers(0, 255), st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1]))
-PARTS = st.lists(
-    st.tuples(
-        st.integers(0, 12),
-        CONTENT,
-        st.dictionaries(st.sampled_from(["model_type", "backend_constraint", "x"]), st.text(max_size=9), max_size=3),
-    ),
-    min_size=1,
-    max_size=5,
-)
-Sketch = tuple[int, tuple[int, int], dict[str, str]]
-
-
-def filled(content: tuple[int, int]) -> bytes:
-    value, size = content
-    return bytes([value]) * size
-
-
-def drawn(sketch: Sketch) -> Part:
-    return Part(sketch[0], filled(sketch[1]), sketch[2])
+SIZES = st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1])
+CONTENT = st.builds(lambda value, size: bytes([value]) * size, st.integers(0, 255), SIZES)
+ITEMS = st.dictionaries(st.sampled_from(["model_type", "backend_constraint", "x"]), st.text(max_size=9), max_size=3)
+PARTS = st.lists(st.builds(Part, st.integers(0, 12), CONTENT, ITEMS), min_size=1, max_size=5)
 
 
 def whole(data: bytes) -> Region:
@@ -52,8 +36,7 @@ def section(data: bytes) -> Region:
 
 
 @given(PARTS, PARTS)
-def test_sections_added(old: list[Sketch], more: list[Sketch]) -> None:
-    parts, new = [drawn(sketch) for sketch in old], [drawn(sketch) for sketch in more]
+def test_sections_added(parts: list[Part], new: list[Part]) -> None:
     read = read_bundle(Memory(bundle(parts)))
     again = bundle_with(read, [Added(part.data_type, part.items, section(part.data)) for part in new])
     found = read_bundle(again)
