@@ -117,15 +117,6 @@ def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uin
     return codes
 
 
-def pack_codes(codes: Integers, packing: Packing) -> npt.NDArray[np.uint8]:
-    """Codes, flat, as stored; the last byte is filled up with zeros."""
-    if packing.bits >= 8:
-        return codes.astype(packing.dtype, copy=False).view(np.uint8)
-    if missing := -codes.size % (8 // packing.bits):
-        codes = np.concatenate([codes, np.zeros(missing, codes.dtype)])
-    return pack_bytes(codes.view(np.uint8) & np.uint8((1 << packing.bits) - 1), packing.bits)
-
-
 def round_floats(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
     """Finite numbers, flat, rounded to a type of :data:`FLOAT_TYPES`: to the nearest, ties to even; BF16 as uint16.
 
@@ -278,9 +269,15 @@ class Storage:
         rows *= scale[groups_of_rows, None]
 
     def stored(self, codes: npt.NDArray[Any]) -> bytes:
-        """Codes of any type, flat, as bytes; they begin on one."""
+        """Codes of any type, flat, as bytes; they begin on one, and the last is filled up with zeros."""
         assert self.packing is not None
-        return pack_codes(codes.astype(self.packing.dtype, copy=False), self.packing).tobytes()
+        bits = self.packing.bits
+        codes = codes.astype(self.packing.dtype, copy=False)
+        if bits >= 8:
+            return codes.tobytes()
+        if missing := -codes.size % (8 // bits):
+            codes = np.concatenate([codes, np.zeros(missing, codes.dtype)])
+        return pack_bytes(codes.view(np.uint8) & np.uint8((1 << bits) - 1), bits).tobytes()
 
     def scales_for(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points of ``values``, as :meth:`quantized` gives them."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes, pack_codes
+from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
 from mtp_extract.litertlm.tflite import TensorType
 
 GOLDEN = np.load(Path(__file__).parent / "requantized.npz")
@@ -44,9 +44,10 @@ def test_the_quantizers_own_numbers(case: str) -> None:
 def test_packing_is_undone_by_unpacking(codes: np.ndarray, type_: TensorType) -> None:
     packing = CODE_TYPES[type_]
     inside = np.clip(codes, packing.lowest, packing.highest).astype(packing.dtype)
-    stored = pack_codes(inside, packing)
-    assert stored.size == -(-codes.size * packing.bits // 8)
-    np.testing.assert_array_equal(packing.unpack(stored.tobytes())[: codes.size], inside)
+    storage = Storage(type_, codes.shape, "per_tensor")
+    stored = storage.stored(inside)
+    assert len(stored) == storage.length
+    np.testing.assert_array_equal(packing.unpack(stored)[: codes.size], inside)
 
 
 def test_floats_that_a_type_cannot_hold() -> None:
