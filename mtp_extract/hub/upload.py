@@ -25,14 +25,7 @@ from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.errors import CheckpointError, HubError, escape, few
 from mtp_extract.formats import format_named, weights_of
 from mtp_extract.formats.gguf import GGUF
-from mtp_extract.io.http_library import (
-    STATUSES,
-    hide_queries,
-    http_library,
-    response_of,
-    without_secrets,
-    words_of_hub,
-)
+from mtp_extract.io.http_library import STATUSES, hide_queries, http_library, response_of, without_secrets, words_of_hub
 from mtp_extract.io.typed import read
 from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, ReadDirectory, changed_card, files_in
 from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card

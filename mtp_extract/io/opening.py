@@ -216,10 +216,7 @@ def _check_merged(name: str, paths: Collection[str]) -> None:
 
 
 def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
-    """Path → bytes of the files of the repository that ``address`` names, or of its folder.
-
-    Offline, of those that the Hub's cache has of that revision.
-    """
+    """Path → bytes of the files of the repository or folder; offline, of those that the Hub's cache has of it."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:

@@ -1,7 +1,5 @@
 """Random-access bytes: the one place where this package touches the outside of a file.
 
-A :class:`Source` reads exactly the bytes that it is asked for, or raises.
-
 Local files are read with ``pread`` rather than mapped: a file that shrinks or a disk that fails while it is being
 read then ends in an exception instead of a SIGBUS, and resident memory is what was asked for and nothing else.
 """
