@@ -44,9 +44,7 @@ SECTION_TYPES = MappingProxyType(
 """``data_type`` of a section. Ids from 8 on moved between schema versions; others are shown as unknown."""
 
 # Tag of the VData union -> struct code of the one field of its table; strings apart.
-_ITEM_CODES = MappingProxyType(
-    {1: "B", 2: "b", 3: "H", 4: "h", 5: "I", 6: "i", 7: "f", 8: "?", 10: "Q", 11: "q", 12: "d"}
-)
+_ITEM_CODES = {1: "B", 2: "b", 3: "H", 4: "h", 5: "I", 6: "i", 7: "f", 8: "?", 10: "Q", 11: "q", 12: "d"}
 _ITEM_STRING = 9
 
 HEADER_START = 32

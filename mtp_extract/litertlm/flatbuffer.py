@@ -148,10 +148,6 @@ class Vector:
         """The same, read once, however many refer to them."""
         return self.buffer.stored(self.start, self.count * self.width) if self.count else b""
 
-    def integers(self, code: str) -> tuple[int, ...]:
-        self.buffer.spend(self.count, self.count * self.width)
-        return struct.unpack(f"<{self.count}{code}", self.bytes())
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -196,7 +192,9 @@ class Table:
         return self.buffer.vector(at, width) if at else Vector(self.buffer, 0, 0, width)
 
     def integers(self, slot: int, code: str) -> tuple[int, ...]:
-        return self.vector(slot, _STRUCTS[code].size).integers(code)
+        vector = self.vector(slot, _STRUCTS[code].size)
+        self.buffer.spend(vector.count, vector.count * vector.width)
+        return struct.unpack(f"<{vector.count}{code}", vector.bytes())
 
     def tables(self, slot: int) -> Iterator[Table]:
         vector = self.vector(slot, 4)
