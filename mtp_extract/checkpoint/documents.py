@@ -32,7 +32,9 @@ _LABELS = ("architectures",)
 _FLOATS = "floats in BF16, F16 or F32"
 _WITHOUT = "a drafter without it"
 
-DANGEROUS: Mapping[str, tuple[str, tuple[Any, ...], str]] = MappingProxyType(
+Danger = tuple[str, tuple[Any, ...], str]
+
+DANGEROUS: Mapping[str, Danger] = MappingProxyType(
     {
         "quantization_config": ("weights quantized by another method", _OFF, _FLOATS),
         "quantization": ("weights quantized by another method", _OFF, _FLOATS),
@@ -195,37 +197,26 @@ def compare_document(
     """
     unread = list[Difference]()
     for difference in differences(expected, document):
-        if _is_harmless(difference, harmless, means_the_same):
+        place = difference.place
+        same = means_the_same.get(_matching(place, means_the_same), ())
+        danger = DANGEROUS.get(_matching(place, DANGEROUS))
+        if danger is not None:
+            same += danger[1]
+        elif difference.expected in _OFF:
+            same += _OFF
+        if difference.found in same or _matching(place, (*HARMLESS, *harmless)):
             continue
-        if difference.found is not None and computes and _is_of_the_function(difference):
-            raise _contradiction(path, difference)
+        is_of_the_function = danger is not None or (difference.expected is not None and place not in _LABELS)
+        if computes and is_of_the_function and difference.found is not None:
+            raise _contradiction(path, difference, danger)
         unread.append(difference)
     return (f"{escape(path.name)} {few(unread, separator=' and ')}",) if unread else ()
 
 
-def _is_harmless(
-    difference: Difference, harmless: Sequence[str], means_the_same: Mapping[str, tuple[Any, ...]]
-) -> bool:
-    """Whether it changes nothing: a key from which nothing is computed, or a value that means the same."""
-    place, value = difference.place, difference.found
-    if value in means_the_same.get(_matching(place, means_the_same), ()) or _matching(place, (*HARMLESS, *harmless)):
-        return True
-    if row := DANGEROUS.get(_matching(place, DANGEROUS)):
-        return value in row[1]
-    return difference.expected in _OFF and value in _OFF
-
-
-def _is_of_the_function(difference: Difference) -> bool:
-    """Whether its key says what the drafter computes: one that we would write, or one of :data:`DANGEROUS`."""
-    if _matching(difference.place, DANGEROUS):
-        return True
-    return difference.expected is not None and difference.place not in _LABELS
-
-
-def _contradiction(path: Path, difference: Difference) -> CheckpointError:
+def _contradiction(path: Path, difference: Difference, danger: Danger | None) -> CheckpointError:
     """That the file at ``path`` says what makes another function of the drafter."""
-    if row := DANGEROUS.get(_matching(difference.place, DANGEROUS)):
-        what, _, replacement = row
+    if danger is not None:
+        what, _, replacement = danger
         advice = f"Ask for {replacement}."
     else:
         what = f"not {escape(difference.expected)}, as its other keys and tensors have it"
