@@ -7,9 +7,8 @@ graph finds these facts, formats write and read them, the network runs them.
 from __future__ import annotations
 
 from mtp_extract.architecture.architecture import Architecture
-from mtp_extract.architecture.config import Config
+from mtp_extract.architecture.config import MTP, Config
 from mtp_extract.architecture.eagle3 import EAGLE3_HEAD
-from mtp_extract.architecture.mtp import MTP
 from mtp_extract.architecture.roles import Shapes
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (MTP, EAGLE3_HEAD)}
