@@ -174,12 +174,11 @@ class DrafterConfig:
     def as_json(self) -> dict[str, Any]:
         """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
         fields = {name: getattr(self, name) for name in _RECORDED}
-        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-        rope_fields = ("theta", "partial_rotary_factor")
-        return {
-            **fields,
-            "rope": {kind: {name: getattr(r, name) for name in rope_fields} for kind, r in self.rope.items()},
+        fields["rope"] = {
+            layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
+            for layer_type, rope in self.rope.items()
         }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 _RECORDED = (
@@ -194,15 +193,12 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
 
     A window that is not known (None) matches any.
     """
-    shape, geometries = config.as_json(), load_mapping("geometries")["geometries"]
-    return next(
-        (
-            geometry
-            for geometry in geometries
-            if all(shape[key] in (geometry[key], None) for key in geometry if key in shape)
-        ),
-        None,
-    )
+    shape = config.as_json()
+    geometries: list[dict[str, Any]] = load_mapping("geometries")["geometries"]
+    for geometry in geometries:
+        if all(shape[key] in (value, None) for key, value in geometry.items() if key in shape):
+            return geometry
+    return None
 
 
 def mtp_shapes(config: DrafterConfig) -> Shapes:

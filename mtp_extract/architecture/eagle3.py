@@ -84,14 +84,13 @@ class Eagle3Config:
 
 def eagle3_shapes(config: Eagle3Config) -> Shapes:
     """The roles of a head of this shape, in order, each with the shape of its tensor."""
-    keys = config.num_kv_heads * config.head_dim
     sizes = {
         "hidden": config.hidden_size,
         "pair": 2 * config.hidden_size,
         "ffn": config.intermediate_size,
         "vocab": config.vocab_size,
         "draft_vocab": config.draft_vocab_size,
-        "kv": keys,
+        "kv": config.num_kv_heads * config.head_dim,
         "backbone": config.backbone_hidden_size,
         "fused": FUSED * config.backbone_hidden_size,
     }

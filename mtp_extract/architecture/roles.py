@@ -66,23 +66,18 @@ def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
 def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Every role of a model with ``num_layers`` layers, in the order of execution, which is that of writing."""
     table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
-    return fill_layers(table, num_layers)
-
-
-def fill_layers(table: Sequence[Role], num_layers: int) -> tuple[Role, ...]:
-    """The roles of ``table``, those of a layer ``num_layers`` times, each with its layer for ``{i}``."""
     # Those of a layer stand together.
     of_layers = [role for role in table if role.name.startswith(_LAYERS)]
-    if not of_layers:
-        return tuple(table)
     first = table.index(of_layers[0])
-    filled = list[Role]()
-    for layer in range(num_layers):
-        for role in of_layers:
-            name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
-            names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
-            filled.append(replace(role, name=name, names=names, published_names=tuple(patterns)))
+    filled = [_in_layer(role, layer) for layer in range(num_layers) for role in of_layers]
     return (*table[:first], *filled, *table[first + len(of_layers) :])
+
+
+def _in_layer(role: Role, layer: int) -> Role:
+    """A ``role`` of the table, with the number of its layer for ``{i}``."""
+    name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
+    names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}
+    return replace(role, name=name, names=names, published_names=tuple(patterns))
 
 
 def with_shapes(roles: Iterable[Role], sizes: Mapping[str, int], num_heads: int, head_dims: Sequence[int]) -> Shapes:
