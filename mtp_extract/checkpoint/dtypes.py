@@ -107,7 +107,7 @@ def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
 
 
 def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
-    """What :func:`pack_codes` packed: int8 ``[rows, columns]``."""
+    """What :func:`pack` packed: int8 ``[rows, columns]``."""
     stored = unpack_bytes(packed, bits)[:, :columns]
     codes: Codes = (stored - np.uint8(1 << bits - 1)).view(np.int8)
     return codes

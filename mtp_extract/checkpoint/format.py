@@ -139,13 +139,8 @@ class Plan:
     def rounded(self) -> list[str]:
         """What the numbers that engines load are rounded to, and the scales of codes; whether codes lie beside them or
         not."""
-        return sorted(
-            {
-                stored_as.rounded_to + SCALES * (stored_as.how == CODES)
-                for stored_as in self.stored.values()
-                if stored_as.rounded_to
-            }
-        )
+        rounded = [stored_as for stored_as in self.stored.values() if stored_as.rounded_to]
+        return sorted({stored_as.rounded_to + SCALES * (stored_as.how == CODES) for stored_as in rounded})
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -185,9 +180,7 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
         CheckpointError: names the first role of which something else was read.
     """
     for role, stored_as in plan.stored.items():
-        if stored_as.how == NOTHING:
-            continue
-        if not _is_same(stored_as, back.tensors[role], every_float=every_float):
+        if stored_as.how != NOTHING and not _is_same(stored_as, back.tensors[role], every_float=every_float):
             raise CheckpointError(f"{role}: what was written holds other {stored_as.how} than it was made of.")
 
 

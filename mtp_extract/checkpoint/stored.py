@@ -74,13 +74,20 @@ class Stored(Weight):
             if self.tensor.dtype == "I64":
                 return stored.view("<i8")
             return self.dtype.widen(stored.data).reshape(len(stored), -1)
-        latest, (begin, end) = self._latest, self.cut
+        begin, end = self.cut
+        part = self._all_columns(first, last).reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
+        return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
+
+    def _all_columns(self, first: int, last: int) -> Bytes:
+        """Rows of the tensor that this is a part of, kept for its other parts: layers are columns of one tensor."""
+        latest = self._latest
         if getattr(latest, "rows", None) != (first, last):
             # The same memory again: mapping it anew, page by page, costs as much as reading.
-            latest.rows, into = None, getattr(latest, "read", None)
-            latest.read, latest.rows = read_rows(self.path, self.tensor, first, last, into), (first, last)
-        part = latest.read.reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
-        return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
+            latest.rows = None
+            latest.read = read_rows(self.path, self.tensor, first, last, getattr(latest, "read", None))
+            latest.rows = (first, last)
+        packed: Bytes = latest.read
+        return packed
 
 
 class StoredCodes(Stored):
@@ -128,17 +135,10 @@ class StoredCodes(Stored):
         return part
 
     def _values(self, first: int, last: int) -> Rows:
-        latest = self._latest
         begin, end = self.cut or (0, self.all_columns)
-        # Layers are columns of one tensor: the rows that were read last are kept for the next layer.
-        if getattr(latest, "rows", None) != (first, last):
-            latest.rows = None
-            latest.read = read_rows(self.path, self.tensor, first, last, getattr(latest, "read", None))
-            latest.rows = (first, last)
-        packed: Rows = latest.read
+        packed = self._all_columns(first, last)
         if self.bits == 8:
-            whole_bytes: Rows = packed[:, begin:end].view(np.int8)
-            return whole_bytes
+            return packed[:, begin:end].view(np.int8)
 
         # Some bytes hold codes of the columns beside these, too.
         codes_a_byte = 8 // self.bits

@@ -7,7 +7,7 @@ in memory as a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,10 +253,7 @@ def same_weight(made: Weight, found: Weight) -> bool:
     """Whether ``found`` is ``made``, to the bit: the codes and their scales, which a format may have repeated along a
     row; of a ``found`` without codes the numbers."""
     if found.scheme is None:
-        return made.shape == found.shape and all(
-            np.array_equal(made.floats(*rows).view(np.uint32), found.floats(*rows).view(np.uint32))
-            for rows in row_ranges(made)
-        )
+        return _same_floats(made, found, row_ranges(made))
     # Codes whose zero points leave 8 bits are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)
@@ -264,23 +261,24 @@ def same_weight(made: Weight, found: Weight) -> bool:
         return False
     block = math.gcd(made.steps.block, found.steps.block)
 
-    def by_block(weight: Weight) -> list[npt.NDArray[Any]]:
-        steps = weight.steps
+    def by_block(steps: Steps) -> list[npt.NDArray[Any]]:
         return [np.repeat(part, steps.block // block, axis=1) for part in (steps.size, steps.zero_point)]
 
-    return all(map(np.array_equal, by_block(made), by_block(found))) and all(
+    return all(map(np.array_equal, by_block(made.steps), by_block(found.steps))) and all(
         np.array_equal(made.codes(*rows), found.codes(*rows)) for rows in row_ranges(made)
     )
 
 
 def same_ends(made: Weight, read_back: Weight) -> bool:
     """Whether the first and the last rows of two weights in floats are the same, to the bit; of one row, all of it."""
-    if made.shape != read_back.shape:
-        return False
     last = max(made.rows - 1, 0) // ROW_STEP * ROW_STEP
-    ends = {(0, min(ROW_STEP, made.rows)), (last, made.rows)}
-    return all(
-        np.array_equal(made.floats(*rows).view(np.uint32), read_back.floats(*rows).view(np.uint32)) for rows in ends
+    return _same_floats(made, read_back, {(0, min(ROW_STEP, made.rows)), (last, made.rows)})
+
+
+def _same_floats(made: Weight, found: Weight, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether the rows in ``ranges`` of two weights of one shape are the same, to the bit."""
+    return made.shape == found.shape and all(
+        np.array_equal(made.floats(*rows).view(np.uint32), found.floats(*rows).view(np.uint32)) for rows in ranges
     )
 
 
