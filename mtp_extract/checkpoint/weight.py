@@ -275,10 +275,10 @@ def same_ends(made: Weight, read_back: Weight) -> bool:
     return _same_floats(made, read_back, {(0, min(ROW_STEP, made.rows)), (last, made.rows)})
 
 
-def _same_floats(made: Weight, found: Weight, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether the rows in ``ranges`` of two weights of one shape are the same, to the bit."""
-    return made.shape == found.shape and all(
-        np.array_equal(made.floats(*rows).view(np.uint32), found.floats(*rows).view(np.uint32)) for rows in ranges
+def _same_floats(first: Weight, second: Weight, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether two weights have one shape and, in ``ranges`` of their rows, the same floats, to the bit."""
+    return first.shape == second.shape and all(
+        np.array_equal(first.floats(*rows).view(np.uint32), second.floats(*rows).view(np.uint32)) for rows in ranges
     )
 
 
