@@ -147,13 +147,12 @@ class GgufFormat:
         with reading.naming(path):
             config = _checked_config(metadata, stored, factors)
             expected_keys = _metadata(config)
-            _require_factors(config, factors)
         unread = _compare_keys(path, metadata, expected_keys)
 
-        names = {role.names[self.name]: role for role in shapes_of(config)}
         _check_places(path, config, stored, factors)
-        tensors = {role.name: _weight(path, stored[name], name) for name, role in names.items()}
-        matrices = [tensors[role.name] for role in names.values() if role.kind == MATRIX]
+        roles = shapes_of(config)
+        tensors = {role.name: _weight(path, stored[role.names[self.name]], role.names[self.name]) for role in roles}
+        matrices = [tensors[role.name] for role in roles if role.kind == MATRIX]
         dtype = common_dtype(weight for weight in matrices if weight.scheme is None)
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread)
 
@@ -182,7 +181,8 @@ def _in_halves(sizes: Floats) -> Floats:
 
 
 def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
-    """The shape that a file says; CheckpointError where it is no such drafter's, or lists other tokens than rows."""
+    """The shape that a file says; CheckpointError where it is no such drafter's, lists other tokens than rows, or has
+    factors that are not those of the RoPE that its keys state."""
     if (arch := metadata.get(ARCHITECTURE)) != ARCH:
         raise CheckpointError(_another_architecture(arch))
     rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
@@ -190,16 +190,13 @@ def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTens
         raise CheckpointError(
             f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
         )
-    return _config(metadata, rows, factors)
-
-
-def _require_factors(config: DrafterConfig, factors: Floats) -> None:
-    """Raise CheckpointError where ``factors`` are not those of the RoPE that the keys state."""
+    config = _config(metadata, rows, factors)
     if not np.array_equal(_frequency_factors(config), factors):
         raise CheckpointError(
             f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
             "others; it is not supported"
         )
+    return config
 
 
 def _check_places(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
@@ -254,16 +251,6 @@ def _name_parts(base: str) -> dict[str, str]:
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _origin(provenance: Mapping[str, str]) -> dict[str, str]:
-    """Where it came from, in the keys that the standard has for it."""
-    keys = {"general.name": f"MTP drafter of {provenance['source.name']}"} if "source.name" in provenance else {}
-    if "source.repository" in provenance:
-        keys["general.source.repo_url"] = f"https://huggingface.co/{provenance['source.repository']}"
-    if "source.url" in provenance:
-        keys["general.source.url"] = provenance["source.url"]
-    return keys
-
-
 def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
     """The tensor called ``name`` as a weight, of codes where it is of blocks."""
     kind = _QUANTIZED.get(stored.dtype)
@@ -301,10 +288,16 @@ def _usual_type(tensors: Sequence[PlannedTensor]) -> str:
 
 def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file_type: int) -> dict[str, Any]:
     """Every key of a file: what it is and where it came from, around those that state its shape."""
+    keys = {ARCHITECTURE: ARCH, "general.type": "model"}
+    # Where it came from, in the keys that the standard has for it.
+    if "source.name" in provenance:
+        keys["general.name"] = f"MTP drafter of {provenance['source.name']}"
+    if "source.repository" in provenance:
+        keys["general.source.repo_url"] = f"https://huggingface.co/{provenance['source.repository']}"
+    if "source.url" in provenance:
+        keys["general.source.url"] = provenance["source.url"]
     return {
-        ARCHITECTURE: ARCH,
-        "general.type": "model",
-        **_origin(provenance),
+        **keys,
         **_name_parts(_base_of(provenance)),
         "general.file_type": file_type,
         "general.quantization_version": 2,
@@ -316,21 +309,10 @@ def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file
 
 
 def _metadata(config: DrafterConfig) -> dict[str, Any]:
-    """Every key that says what ``config`` says; RoPE's rotated share is in :func:`_frequency_factors` too.
+    """Every key that says what ``config`` says; UnsupportedError where llama.cpp would compute something else.
 
-    Raises:
-        UnsupportedError: llama.cpp would compute something else.
+    RoPE's rotated share is in :func:`_frequency_factors` too.
     """
-    _require_expressible(config)
-    keys = _llama_keys(config)
-    return {
-        **{f"{ARCH}.{key}": value for key, value in keys.items()},
-        **{OWN + key: value for key, value in _extra_keys(config, keys).items()},
-    }
-
-
-def _require_expressible(config: DrafterConfig) -> None:
-    """Raise UnsupportedError where llama.cpp would compute something else than ``config`` says."""
     config.require_uniform()
     if SLIDING in config.layer_types and config.sliding.rope.kind != "default":
         why = "The sliding layers turn a part of a head, or slower, where llama.cpp turns all by plain frequencies."
@@ -338,6 +320,11 @@ def _require_expressible(config: DrafterConfig) -> None:
     if config.attention_scale != 1.0:
         why = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
         raise UnsupportedError(f"{why} Choose the litert format.", remedies=("format=litert",))
+    keys = _llama_keys(config)
+    return {
+        **{f"{ARCH}.{key}": value for key, value in keys.items()},
+        **{OWN + key: value for key, value in _extra_keys(config, keys).items()},
+    }
 
 
 def _llama_keys(config: DrafterConfig) -> dict[str, Any]:
@@ -431,15 +418,8 @@ def _plain(value: Any) -> Any:
 
 
 def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
-    """The shape that a file says; the inverse of :func:`_metadata` and :func:`_frequency_factors`.
-
-    Args:
-        vocabulary: rows of the head.
-
-    Raises:
-        CheckpointError: a key is missing or of another type or range.
-        DrafterError: a shape that no drafter has.
-    """
+    """The shape that a file with a ``vocabulary`` of so many rows says; the inverse of :func:`_metadata` and
+    :func:`_frequency_factors`."""
     keys = {key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items()}
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
         keys[_FACTOR] = _plain(factors[0])
@@ -451,11 +431,7 @@ def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> Dr
 
 
 def _layers(fields: _Read, share: float) -> tuple[LayerConfig, ...]:
-    """Every layer; of full ones, a ``share`` of the head is rotated.
-
-    Raises:
-        CheckpointError: the lists by layer have another length.
-    """
+    """Every layer; of full ones, a ``share`` of the head is rotated."""
     heads = fields.num_kv_heads if isinstance(fields.num_kv_heads, list) else [fields.num_kv_heads] * fields.layers
     if not fields.layers == len(fields.slides) == len(heads):
         raise CheckpointError(
