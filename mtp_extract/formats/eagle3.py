@@ -55,8 +55,12 @@ _TOKENS = 3
 """Proposed a round; whoever serves the head may say otherwise."""
 
 _NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-_FLAGS = ("draft_vocab_size", "target_hidden_size", *_NORMS)
-"""Keys beside those of Llama that both layouts have."""
+_FLAGS: Mapping[str, str] = {
+    "draft_vocab_size": "draft_vocab_size",
+    **{name: name for name in _NORMS},
+    "target_hidden_size": "backbone_hidden_size",
+}
+"""Key beside those of Llama that both layouts write, be it the default or not → field of an Eagle3Config."""
 
 VLLM = "vLLM 0.33.0"
 SGLANG = "SGLang 0.5.23"
@@ -122,13 +126,9 @@ class HeadFormat:
         tensors: dict[str, Weight] = {
             role.name: Stored(*stored[role.names[self.name]], role.names[self.name]) for role in shapes_of(config)
         }
-        return Checkpoint(
-            config,
-            MappingProxyType(tensors),
-            common_dtype(tensors.values()),
-            unread=unread,
-            findings=self.findings(document, config),
-        )
+        findings = self.findings(document, config)
+        dtype = common_dtype(tensors.values())
+        return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread, findings=findings)
 
     def _check_tensors(self, path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
         """Raise CheckpointError where the tensors are not those of ``config``, or its vocabularies contradict it."""
@@ -202,21 +202,12 @@ def _llama_document(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _flags(config: Eagle3Config) -> dict[str, Any]:
-    """The keys beside those of Llama that both layouts have, written whether they are the default or not."""
-    return {
-        "draft_vocab_size": config.draft_vocab_size,
-        **{name: getattr(config, name) for name in _NORMS},
-        "target_hidden_size": config.backbone_hidden_size,
-    }
-
-
 def _eagle3_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **({_BASE: config.base} if config.base else {}),
         **_llama_document(config),
-        **_flags(config),
+        **{key: getattr(config, field) for key, field in _FLAGS.items()},
         "dtype": dtype,
         _IDS: list(config.base_layers),
         "eagle_config": {_IDS: [layer - 1 for layer in config.base_layers], "use_aux_hidden_state": True},
@@ -229,7 +220,7 @@ def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "speculators_model_type": "eagle3",
         "dtype": dtype,
         _IDS: list(config.base_layers),
-        **_flags(config),
+        **{key: getattr(config, field) for key, field in _FLAGS.items()},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -316,15 +307,7 @@ def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The head that ``flat`` keys describe.
-
-    Args:
-        own_embedding: whether a table of embeddings lies beside them.
-
-    Raises:
-        CheckpointError: a key is missing or of the wrong type or range.
-        DrafterError: a shape that no head has.
-    """
+    """The head that ``flat`` keys describe, beside which a table of embeddings lies or does not."""
     fields = reading.fields_of(flat, _Flat)
     base = flat.get(_BASE)
     flags = {name: bool(getattr(fields, name)) for name in _NORMS}
@@ -375,11 +358,8 @@ SPECULATORS = HeadFormat("speculators", _speculators_document, _flat_speculators
 
 
 def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
-    """Check the two maps between the base's tokens and the head's.
-
-    Raises:
-        CheckpointError: they are none, or contradict each other.
-    """
+    """Raise CheckpointError where the two maps between the base's tokens and the head's are none, or contradict each
+    other."""
     mapping = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
     targets = mapping + np.arange(len(mapping))
     each_once = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size

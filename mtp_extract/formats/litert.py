@@ -143,12 +143,7 @@ class _Read(Struct):
     max_position_embeddings: Size | None = None
 
     def config(self) -> DrafterConfig:
-        """The shape of the drafter.
-
-        Raises:
-            CheckpointError: lists of unequal length, a sliding layer without a window, or a layer without RoPE.
-            DrafterError: a shape that no drafter has.
-        """
+        """The shape of the drafter; CheckpointError where a layer has no place in a list, no RoPE or a wrong window."""
         columns = (self.layer_types, self.head_dims, self.num_kv_heads, self.sliding_windows)
         even = len({len(column) for column in columns}) == 1
         if not even or any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):

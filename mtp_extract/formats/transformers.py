@@ -157,23 +157,14 @@ _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 def compare_documents(
-    directory: Path,
-    document: Mapping[str, Any],
-    config: DrafterConfig,
-    expected: Mapping[str, Any],
+    directory: Path, document: Mapping[str, Any], config: DrafterConfig, expected: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Compare both configurations in ``directory`` with what would be written there.
+    """Compare both configurations in ``directory`` with what would be written there, as :func:`compare_document`.
 
     Args:
         document: ``config.json`` as it lies there.
         config: as it was read from that.
         expected: what would be written of it.
-
-    Returns:
-        What they say that nothing here reads, or leave out, each as a clause.
-
-    Raises:
-        CheckpointError: ``config.json`` says what makes another function of the drafter.
     """
     same: dict[str, tuple[Any, ...]] = {"num_global_key_value_heads": (None, config.full.num_kv_heads)}
     harmless = list(_HARMLESS)
@@ -210,11 +201,7 @@ class Rope(Struct):
 
 
 def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
-    """RoPE of ``layer_type``.
-
-    Raises:
-        CheckpointError: ``parameters`` have none.
-    """
+    """RoPE of ``layer_type``; CheckpointError where ``parameters`` have none."""
     if layer_type not in parameters:
         raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none. Check the config.")
     rope = parameters[layer_type]
