@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +54,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 class Packed:
     """How a matrix is packed."""
 
+    module: str  # before the names of its tensors
     shape: tuple[int, ...]  # [out, in]
     bits: int  # of a code
     group: int  # neighbouring elements of a row that share a scale; ``in`` where a row has one
@@ -104,11 +104,7 @@ class DirectoryFormat:
         return StoredAs(CODES, codes, "" if exact else "F32")
 
     def _why_unfit(self, role: Role, codes: Weight, exact: bool) -> str:
-        """Why the format does not hold ``codes``; empty where it does.
-
-        Args:
-            exact: whether their scales are the stored ones, to the bit.
-        """
+        """Why the format does not hold ``codes``, whose scales may be ``exact``, as they are stored; else empty."""
         sizes = codes.steps.size
         if not exact and (sizes[sizes > 0] < _SMALLEST_NORMAL).any():
             return "its scales, less the factor folded into them, are too small for F32"
@@ -132,43 +128,34 @@ class DirectoryFormat:
         packed = self._packed_as_stored(config, stored)
         names = self._names(config, packed)
         roles = {name: role.name for role, name in names.items() if role.name not in packed}
-        weights = OutputFile(
-            self.weights_file,
-            tuple(self._plan_tensors(checkpoint, names, stored, packed)),
-            metadata={"format": self.header, "mtp_extract": __version__},
-            notes=tuple(_notes(checkpoint, packed)) if self.static else (),
-        )
+        tensors = tuple(self._plan_tensors(checkpoint, stored, packed))
+        metadata = {"format": self.header, "mtp_extract": __version__}
+        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
         document = self._document(config, packed, DTYPES["f32" if self.key else dtype].transformers)
-        texts = {self.marker: document, GENERATION_FILE: GENERATION}
-        files = (weights, *(OutputFile(name, text=json_text(text)) for name, text in texts.items()))
+        files = (
+            OutputFile(self.weights_file, tensors, metadata=metadata, notes=notes),
+            OutputFile(self.marker, text=json_text(document)),
+            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
+        )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def _plan_tensors(
-        self,
-        checkpoint: Checkpoint,
-        names: Mapping[Role, str],
-        stored: Mapping[str, StoredAs],
-        packed: Mapping[str, Packed],
+        self, checkpoint: Checkpoint, stored: Mapping[str, StoredAs], packed: Mapping[str, Packed]
     ) -> Iterator[PlannedTensor]:
-        """The tensors of every weight, in the order of ``names``."""
-        for role, name in names.items():
+        for role, name in self._names(checkpoint.mtp, packed).items():
             if role.name in packed:
                 activations = checkpoint.activations.get(role.name, (None, None))
-                codes = stored[role.name].weight
-                yield from self._plan_matrix(name.removesuffix(_WEIGHT), codes, packed[role.name], activations)
+                yield from self._plan_matrix(stored[role.name].weight, packed[role.name], activations)
             else:
                 yield stored[role.name].tensor(name)
 
     def _packed_as_stored(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
-        """How each matrix is packed whose codes are stored, by role.
-
-        Raises:
-            UnsupportedError: there is none, in a format of integers; or the head is one that an ordered head reads.
-        """
+        """How each matrix is packed whose codes are stored, by role; UnsupportedError where that cannot be."""
+        codes = {role: stored_as.weight for role, stored_as in stored.items() if stored_as.how == CODES}
         packed = {
-            role: Packed(stored_as.weight.shape, stored_as.weight.bits, group)
-            for role, stored_as in stored.items()
-            if stored_as.how == CODES and (group := self._group_of(stored_as.weight))
+            role.name: Packed(name.removesuffix(_WEIGHT), weight.shape, weight.bits, group)
+            for role, name in self._names(config, codes).items()
+            if (weight := codes.get(role.name)) and (group := self._group_of(weight))
         }
         if self.key and not packed:
             raise UnsupportedError(
@@ -193,12 +180,9 @@ class DirectoryFormat:
         """``config.json`` of a drafter, some of whose roles are ``packed``."""
         document = config_document(config, dtype, tied=not (self.unties and HEAD in packed))
         if packed:
-            names = self._names(config, packed)
-            modules = {role.name: name.removesuffix(_WEIGHT) for role, name in names.items() if role.kind == MATRIX}
-            document[self.key] = self.document(
-                {module: packed[role] for role, module in modules.items() if role in packed},
-                [module for role, module in modules.items() if role not in packed],
-            )
+            matrices = {role.name: name for role, name in self._names(config, packed).items() if role.kind == MATRIX}
+            floats = [name.removesuffix(_WEIGHT) for role, name in matrices.items() if role not in packed]
+            document[self.key] = self.document({how.module: how for how in packed.values()}, floats)
         return document
 
     def _parts(self, how: Packed) -> reading.ExpectedTensors:
@@ -219,20 +203,18 @@ class DirectoryFormat:
             parts[name] = (planned.shape, reading.FLOAT_DTYPES if is_any_float else (planned.dtype,))
         return parts
 
-    def _plan_matrix(
-        self, module: str, codes: Weight, how: Packed, activations: Activations
-    ) -> Iterator[PlannedTensor]:
-        """The tensors of the matrix of ``module``: its codes, some rows at a time, and what lies beside them."""
+    def _plan_matrix(self, codes: Weight, how: Packed, activations: Activations) -> Iterator[PlannedTensor]:
+        """The tensors of a matrix: its codes, some rows at a time, and what lies beside them."""
         suffix, (shape, (dtype,)) = next(iter(self._parts(how).items()))
 
         def rows(first: int, last: int) -> Rows:
             some = codes.codes(first, last)
             return some if dtype == "I8" else pack(some, how.bits, BLOCKS[dtype][1])
 
-        yield plan_rows(f"{module}{suffix}", codes, dtype, rows, shape)
+        yield plan_rows(f"{how.module}{suffix}", codes, dtype, rows, shape)
         arrays = self.arrays(how, np.repeat(codes.steps.size, codes.steps.block // how.group, axis=1))
         arrays |= {name: np.float32(static_scale(of)) for name, of in zip(self.static, activations, strict=False)}
-        yield from (plan_array(f"{module}{name}", np.asarray(array)) for name, array in arrays.items())
+        yield from (plan_array(f"{how.module}{name}", np.asarray(array)) for name, array in arrays.items())
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
@@ -242,31 +224,30 @@ class DirectoryFormat:
             config = parse_config(document)
             packed = self._packed(config, stored)
             written = self._document(config, packed, "")
-        names = self._names(config, packed)
         expected = self._expected(config, packed)
         # What a quantization is called says more than the tensors that are not as expected; codes say more than names.
         if packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
-        unread = compare_documents(directory, self._comparable(document, packed, names), config, written)
+        unread = compare_documents(directory, self._comparable(document, packed), config, written)
         unread += reading.unread_index(directory, self.weights_file, stored)
         if not packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
 
-        tensors, activations = self._read_tensors(names, packed, stored)
+        tensors, activations = self._read_tensors(config, packed, stored)
         dtype = "f32" if self.key else common_dtype(tensors.values())
         return Checkpoint(
             config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations), unread=unread
         )
 
     def _read_tensors(
-        self, names: Mapping[Role, str], packed: Mapping[str, Packed], stored: reading.Tensors
+        self, config: DrafterConfig, packed: Mapping[str, Packed], stored: reading.Tensors
     ) -> tuple[dict[str, Weight], dict[str, Activations]]:
         """By role: its weight, and the static quantization beside a packed matrix that has any."""
         tensors: dict[str, Weight] = {}
         activations: dict[str, Activations] = {}
-        for role, name in names.items():
+        for role, name in self._names(config, packed).items():
             if how := packed.get(role.name):
-                tensors[role.name], pair = self._read_matrix(name.removesuffix(_WEIGHT), how, stored)
+                tensors[role.name], pair = self._read_matrix(how, stored)
                 activations |= {role.name: pair} if any(pair) else {}
             else:
                 tensors[role.name] = Stored(*stored[name], name)
@@ -282,15 +263,12 @@ class DirectoryFormat:
         packed = {r.name: self._found(name.removesuffix(_WEIGHT), shapes[r], stored) for r, name in matrices.items()}
         return {role: how for role, how in packed.items() if how is not None}
 
-    def _comparable(
-        self, document: Mapping[str, Any], packed: Mapping[str, Packed], names: Mapping[Role, str]
-    ) -> dict[str, Any]:
+    def _comparable(self, document: Mapping[str, Any], packed: Mapping[str, Packed]) -> dict[str, Any]:
         """``document`` with its entry of packed modules in the form in which it is written here."""
         entry = document.get(self.key)
         if not isinstance(entry, Mapping) or not packed:
             return dict(document)
-        modules = [name.removesuffix(_WEIGHT) for role, name in names.items() if role.name in packed]
-        in_full = {**document, self.key: self.in_full(entry, modules)}
+        in_full = {**document, self.key: self.in_full(entry, [how.module for how in packed.values()])}
         # MLX's converters write the same entry under both names.
         if in_full.get("quantization_config") == entry and self.key != "quantization_config":
             del in_full["quantization_config"]
@@ -302,17 +280,15 @@ class DirectoryFormat:
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         for role, name in self._names(config, packed).items():
             if how := packed.get(role.name):
-                expected |= {name.removesuffix(_WEIGHT) + suffix: part for suffix, part in self._parts(how).items()}
+                expected |= {how.module + suffix: part for suffix, part in self._parts(how).items()}
             else:
                 expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES
         return expected
 
     def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
-        """How ``module``, a matrix of this ``shape`` [out, in], is packed, by the shapes of its codes and scales; None
-        where it is not.
-        """
+        """How ``module``, a matrix [out, in], is packed, by the shapes of its codes and scales; None if it is not."""
         for bits, group in product((2, 4, 8), self._groups(shape[1])):
-            how = Packed(shape, bits, group)
+            how = Packed(module, shape, bits, group)
             if shape[1] % group == 0 and all(
                 module + suffix in stored and stored[module + suffix][1].shape == part_shape
                 for suffix, (part_shape, _) in list(self._parts(how).items())[:2]
@@ -320,23 +296,32 @@ class DirectoryFormat:
                 return how
         return None
 
-    def _read_matrix(self, module: str, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
-        """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here.
-
-        Raises:
-            CheckpointError: what lies beside the codes is damaged.
-        """
-        first, *others = self._parts(how)
-        path, codes = stored[module + first]
-        arrays = {name: _array(*stored[module + name]) for name in others}
+    def _read_matrix(self, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
+        """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here,
+        and where that is damaged, CheckpointError raised."""
+        suffix, *others = self._parts(how)
+        path, codes = stored[how.module + suffix]
+        arrays = {name: _array(*stored[how.module + name]) for name in others}
         scales = arrays[others[0]]
-        rows = partial(_read_codes, path, codes, how)
-        place = f"{escape(path)}: {escape(module)}"
+        place = f"{escape(path)}: {escape(how.module)}"
+
+        def rows(first: int, last: int) -> Rows:
+            packed = read_rows(path, codes, first, last)
+            return packed.view(np.int8) if codes.dtype == "I8" else unpack(packed, how.bits, how.shape[1])
 
         if self.offsets and not np.array_equal(arrays[self.offsets], self.arrays(how, scales)[self.offsets]):
             is_finite = all(np.isfinite(array).all() for array in arrays.values())
             _require(is_finite, place, "finite scales and biases, found others")
-            return self._affine(how, rows, scales, arrays[self.offsets]), (None, None)
+            offsets = arrays[self.offsets]
+
+            def floats(first: int, last: int) -> Rows:
+                half = 1 << how.bits - 1
+                stored = (rows(first, last).astype(np.float32) + half).reshape(last - first, -1, how.group)
+                numbers: Floats = stored * scales[first:last, :, None] + offsets[first:last, :, None]
+                return numbers.reshape(last - first, -1)
+
+            # MLX's own quantization rounds scales and offsets, so that 0 is no code.
+            return Weight(how.shape, floats), (None, None)
         self._check_arrays(place, how, scales, arrays)
         static = [_static_activation(place, float(arrays[name])) for name in self.static]
         steps = Steps.around_zero(how.group, scales).by_row()
@@ -352,30 +337,9 @@ class DirectoryFormat:
             is_same = np.array_equal(arrays[name], expected)
             _require(is_same, place, f"{name[1:]} as its shape and scales make it, found others")
 
-    @staticmethod
-    def _affine(how: Packed, rows: Callable[[int, int], Rows], scales: Floats, offsets: Floats) -> Weight:
-        """A packed matrix as floats: what is stored times its scale, plus its offset.
-
-        MLX's own quantization rounds both, so that 0 is no code.
-        """
-
-        def floats(first: int, last: int) -> Rows:
-            half = 1 << how.bits - 1
-            stored = (rows(first, last).astype(np.float32) + half).reshape(last - first, -1, how.group)
-            numbers = stored * scales[first:last, :, None] + offsets[first:last, :, None]
-            return numbers.reshape(last - first, -1)
-
-        return Weight(how.shape, floats)
-
 
 TRANSFORMERS_LAYOUT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
-
-
-def _read_codes(path: Path, codes: StoredTensor, how: Packed, first: int, last: int) -> Rows:
-    """Codes of rows ``[first, last)``, int8 ``[last − first, in]``."""
-    packed = read_rows(path, codes, first, last)
-    return packed.view(np.int8) if codes.dtype == "I8" else unpack(packed, how.bits, how.shape[1])
 
 
 def _require(sound: bool, place: str, what: str) -> None:

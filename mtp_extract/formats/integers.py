@@ -60,7 +60,8 @@ def _compressed_document(packed: Mapping[str, Packed], floats: Sequence[str]) ->
     groups: dict[tuple[int, int | None], list[str]] = {}
     for module, how in packed.items():
         size = None if how.group == how.shape[1] else how.group
-        fused = packed.get(module.replace(_GATE, _UP)) == how
+        other = packed.get(module.replace(_GATE, _UP))
+        fused = other is not None and (other.bits, other.group) == (how.bits, how.group)
         groups.setdefault((how.bits, size), []).append(_target(module, fused=fused))
     return {
         "quant_method": "compressed-tensors",
