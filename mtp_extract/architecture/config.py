@@ -235,11 +235,6 @@ def mtp_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str
     return [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
 
 
-def _known_name(config: DrafterConfig) -> str | None:
-    geometry = known_drafter(config)
-    return geometry["name"] if geometry else None
-
-
 MTP = Architecture(
     name=GEMMA4_MTP,
     title="MTP drafter",
@@ -251,7 +246,7 @@ MTP = Architecture(
     tags=("multi-token-prediction", "mtp", "litert-lm"),
     serving=mtp_serving,
     pair_role="mtp_drafter",
-    known_as=_known_name,
+    known_as=lambda config: (known_drafter(config) or {}).get("name"),
     is_bundled=True,
     faults="mtp_extract.validation.controls:CONTROLS",
 )

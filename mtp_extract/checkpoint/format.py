@@ -179,17 +179,16 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
     Raises:
         CheckpointError: names the first role of which something else was read.
     """
+    same_floats = same_weight if every_float else same_ends
     for role, stored_as in plan.stored.items():
-        if stored_as.how != NOTHING and not _is_same(stored_as, back.tensors[role], every_float=every_float):
+        if stored_as.how == NOTHING:
+            continue
+        read_back = back.tensors[role]
+        if stored_as.how == INDICES:
+            is_same = np.array_equal(stored_as.weight.indices(), read_back.indices())
+        elif stored_as.how == CODES:
+            is_same = read_back.scheme is not None and same_weight(stored_as.written, read_back)
+        else:
+            is_same = read_back.scheme is None and same_floats(stored_as.written, read_back)
+        if not is_same:
             raise CheckpointError(f"{role}: what was written holds other {stored_as.how} than it was made of.")
-
-
-def _is_same(stored_as: StoredAs, read_back: Weight, *, every_float: bool) -> bool:
-    """Whether ``read_back`` is what was stored, to the bit."""
-    if stored_as.how == INDICES:
-        return np.array_equal(stored_as.weight.indices(), read_back.indices())
-    if (read_back.scheme is not None) != (stored_as.how == CODES):
-        return False
-    if stored_as.how == FLOATS and not every_float:
-        return same_ends(stored_as.written, read_back)
-    return same_weight(stored_as.written, read_back)

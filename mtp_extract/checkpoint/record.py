@@ -122,10 +122,14 @@ class Saving(Excerpt):
 
 def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
     """What a record says of the bundle; ``original`` are the drafter's own weights."""
+    roles_by_constant = defaultdict[object, list[str]](list)
+    for role, tensor in original.tensors.items():
+        if tensor.origin is not None:
+            roles_by_constant[tensor.origin].append(role)
     return {
         "source": _source_of(drafter),
         "known_as": drafter.known["name"] if drafter.known else None,
-        "shared": _shared_roles(original),
+        "shared": [roles for roles in roles_by_constant.values() if len(roles) > 1],
         "activations": {role: to_builtins([*pair]) for role, pair in original.activations.items() if any(pair)},
     }
 
@@ -152,15 +156,6 @@ def _source_of(drafter: Shard) -> dict[str, Any]:
             "signature": drafter.signature.key,
         },
     }
-
-
-def _shared_roles(original: Checkpoint) -> list[list[str]]:
-    """The roles that are one stored constant, for each such constant."""
-    roles_by_constant = defaultdict[object, list[str]](list)
-    for role, tensor in original.tensors.items():
-        if tensor.origin is not None:
-            roles_by_constant[tensor.origin].append(role)
-    return [roles for roles in roles_by_constant.values() if len(roles) > 1]
 
 
 def provenance(source: Mapping[str, Any]) -> dict[str, str]:
