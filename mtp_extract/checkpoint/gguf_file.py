@@ -40,13 +40,15 @@ def gguf_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any])
 
     Metadata are typed by their Python types: int is UINT32, float FLOAT32, np.float64 FLOAT64; in lists int is INT32.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
     from gguf.gguf_writer import WriterState
 
     writer = GGUFWriter(None, str(metadata[ARCHITECTURE]))
     for key, value in metadata.items():
-        if key != ARCHITECTURE:
-            writer.add_key_value(key, value, _value_type(value))
+        if key == ARCHITECTURE:
+            continue
+        kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, GGUFValueType.FLOAT64 if isinstance(value, np.float64) else kind)
     for name, tensor in places.items():
         # The type of NumPy's is not looked at beside the other.
         dtype = np.dtype(np.float32)
@@ -59,14 +61,6 @@ def gguf_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any])
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     return bytes(buffer.getvalue()) + bytes(-buffer.tell() % GGUF_ALIGNMENT)
-
-
-def _value_type(value: Any) -> Any:
-    from gguf import GGUFValueType
-
-    if isinstance(value, np.float64):
-        return GGUFValueType.FLOAT64
-    return GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

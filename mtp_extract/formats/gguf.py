@@ -12,7 +12,7 @@ and compares.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -120,7 +120,6 @@ class GgufFormat:
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
         config = checkpoint.mtp
         stored = store_all(self.store, checkpoint, dtype)
-        shape_keys = _metadata(config)
         roles = {role.names[self.name]: role.name for role in shapes_of(config) if self.name in role.names}
         tensors = [
             _plan_blocks(name, stored[role].weight) if stored[role].how == CODES else stored[role].tensor(name)
@@ -128,11 +127,12 @@ class GgufFormat:
         ]
         if (factors := _frequency_factors(config)).size:
             tensors.append(plan_array(_ROPE, factors))
-        most = _usual_type(tensors)
+        # The type that most matrices have names the file.
+        most = max(_FILE_TYPES, key=[tensor.dtype for tensor in tensors if len(tensor.shape) > 1].count)
         file = OutputFile(
             f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf",
             tuple(tensors),
-            metadata=_all_keys(checkpoint.provenance, shape_keys, _FILE_TYPES[most]),
+            metadata=_all_keys(checkpoint.provenance, config, most),
             notes=(_EXACT_GELU,) if config.hidden_activation == "gelu" else (),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
@@ -280,14 +280,8 @@ def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
     return plan_rows(name, codes, kind.name, blocks)
 
 
-def _usual_type(tensors: Sequence[PlannedTensor]) -> str:
-    """The type that most matrices have, which names the file."""
-    matrices = [tensor.dtype for tensor in tensors if len(tensor.shape) > 1]
-    return max(_FILE_TYPES, key=matrices.count)
-
-
-def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file_type: int) -> dict[str, Any]:
-    """Every key of a file: what it is and where it came from, around those that state its shape."""
+def _all_keys(provenance: Mapping[str, str], config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    """Every key of a file of matrices of ``dtype``: what it is and where it came from, around what states its shape."""
     keys = {ARCHITECTURE: ARCH, "general.type": "model"}
     # Where it came from, in the keys that the standard has for it.
     if "source.name" in provenance:
@@ -299,9 +293,9 @@ def _all_keys(provenance: Mapping[str, str], shape_keys: Mapping[str, Any], file
     return {
         **keys,
         **_name_parts(_base_of(provenance)),
-        "general.file_type": file_type,
+        "general.file_type": _FILE_TYPES[dtype],
         "general.quantization_version": 2,
-        **shape_keys,
+        **_metadata(config),
         f"{OWN}version": __version__,
         **{OWN + key: text for key, text in provenance.items()},
         _TOKENIZER: "no_vocab",  # drafts are tokens of the base
