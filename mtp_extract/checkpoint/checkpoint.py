@@ -81,15 +81,14 @@ class Checkpoint:
         return self.config
 
     def whole(self) -> Checkpoint:
-        """The same with every role there is: a layer scalar that nothing states is 1, as every engine wants it there.
+        """The same with every role, in order: a layer scalar that nothing states is 1, as every engine wants it there.
 
         Raises:
             CheckpointError: it lacks a weight that no engine does without.
         """
-        tensors = dict(self.tensors)
+        tensors: dict[str, Weight] = {}
         for role, shape in shapes_of(self.config).items():
-            if role.kind == SCALAR:
-                tensors.setdefault(role.name, constant_weight(shape))
-            elif role.name not in tensors:
+            if role.kind != SCALAR and role.name not in self.tensors:
                 raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
+            tensors[role.name] = self.tensors.get(role.name) or constant_weight(shape)
         return replace(self, tensors=MappingProxyType(tensors))

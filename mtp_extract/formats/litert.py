@@ -21,7 +21,7 @@ from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
 from mtp_extract.checkpoint.format import Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, constant_weight
+from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
 from mtp_extract.formats.reading import GateFunction, PositiveNumber, Size
@@ -77,14 +77,9 @@ class LitertFormat:
         stored = reading.read_weights(directory, self.weights_file)
         expected = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(directory / self.weights_file, expected, stored)
+        tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
         # The graph of a layer without a scalar multiplies by nothing, which is 1.
-        tensors = {
-            role.name: Stored(*stored[names[role.name]], names[role.name])
-            if role.name in names
-            else constant_weight(shape)
-            for role, shape in shapes.items()
-        }
-        return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread)
+        return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread).whole()
 
 
 LITERT_LAYOUT = LitertFormat()
