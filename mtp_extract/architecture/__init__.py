@@ -16,11 +16,7 @@ ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (MTP, EAGLE3_
 
 
 def architecture_of(config: Config) -> Architecture:
-    """The architecture of a drafter of this shape.
-
-    Raises:
-        KeyError: it is in no row of :data:`ARCHITECTURES`.
-    """
+    """The architecture of a drafter of this shape; KeyError where it is in no row of :data:`ARCHITECTURES`."""
     for architecture in ARCHITECTURES.values():
         if isinstance(config, architecture.config):
             return architecture

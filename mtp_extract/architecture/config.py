@@ -155,11 +155,7 @@ class DrafterConfig:
         return self.kv_layers.get(FULL) or self.layers[0]
 
     def require_uniform(self) -> None:
-        """Check that the layers of one type are alike, as every engine's configuration takes for granted.
-
-        Raises:
-            UnsupportedError: two layers of one type differ.
-        """
+        """Raise UnsupportedError where layers of one type differ, which no engine's configuration expresses."""
         for index, layer in enumerate(self.layers):
             if layer != (first := self.kv_layers[layer.layer_type]):
                 what = f"expected all {layer.layer_type} layers to be alike, found {layer} beside {first}"

@@ -67,11 +67,7 @@ class Checkpoint:
 
     @property
     def mtp(self) -> DrafterConfig:
-        """The shape of an MTP drafter.
-
-        Raises:
-            UnsupportedError: it is another drafter's.
-        """
+        """The shape of an MTP drafter; UnsupportedError where it is another drafter's."""
         if not isinstance(self.config, DrafterConfig):
             raise UnsupportedError(
                 f"Expected an MTP drafter, found {self.architecture.with_article}, which no LiteRT bundle holds. "

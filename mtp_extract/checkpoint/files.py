@@ -100,11 +100,7 @@ def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
 
 
 def read_header(path: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of the file of tensors at ``path``, checked against its size.
-
-    Raises:
-        CheckpointError: it is damaged, or another kind of file than its name says.
-    """
+    """The tensors of the file at ``path``; CheckpointError where it is damaged, or another kind than its name says."""
     return CONTAINERS[path.suffix].read_tensors(path)
 
 

@@ -53,11 +53,7 @@ class Stored(Weight):
 
     @property
     def dtype(self) -> Dtype:
-        """Its type.
-
-        Raises:
-            CheckpointError: it does not hold floats.
-        """
+        """Its type; CheckpointError where it does not hold floats."""
         if self.tensor.dtype not in FLOAT_NAMES:
             raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
         return FLOAT_NAMES[self.tensor.dtype]

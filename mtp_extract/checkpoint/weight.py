@@ -283,11 +283,7 @@ def _same_floats(first: Weight, second: Weight, ranges: Iterable[tuple[int, int]
 
 
 def unfold_factor(values: Floats, factor: float) -> Floats:
-    """``values`` as stored, without the ``factor`` that was folded into them.
-
-    Raises:
-        FormatError: they leave float32.
-    """
+    """``values`` as stored, without the ``factor`` folded into them; FormatError where they leave float32."""
     if factor == 1.0:
         return values
     # The stored value, as LiteRT sees it, is a float32; it is divided in float64 and rounded once.

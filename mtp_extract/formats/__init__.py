@@ -158,11 +158,7 @@ def engines_for(name: str) -> tuple[str, ...]:
 
 
 def format_named(name: str) -> Format:
-    """The format called ``name``.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """The format called ``name``; ValueError where there is none of that name."""
     if name not in EVERY:
         raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
     format_: Format = resolve_name(EVERY[name].instance)
@@ -198,11 +194,7 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
 
 
 def format_of(directory: Path) -> Format:
-    """The format of the checkpoint in ``directory``.
-
-    Raises:
-        CheckpointError: it is of none.
-    """
+    """The format of the checkpoint in ``directory``; CheckpointError where it is of none."""
     if directory.suffix == ".gguf" and directory.is_file():
         return format_named("gguf")
     if (config := directory / "config.json").is_file():
@@ -250,10 +242,6 @@ def is_called(name: str, pattern: str) -> bool:
 
 
 def read_checkpoint(directory: Path | str) -> Checkpoint:
-    """The checkpoint in ``directory``, of whichever format.
-
-    Raises:
-        CheckpointError: as :meth:`Format.read`.
-    """
+    """The checkpoint in ``directory``, of whichever format; raises CheckpointError as :meth:`Format.read`."""
     folder = Path(directory)
     return format_of(folder).read(folder)
