@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -46,27 +46,27 @@ class Eagle3Config:
     base: str | None = None  # name of the base it was trained for, as the Hub has it; None when not recorded
 
     def __post_init__(self) -> None:
-        for expected in self._wrong():
-            raise DrafterError(f"expected {expected}")
-
-    def _wrong(self) -> Iterator[str]:
-        ids = self.base_layers
-        width = self.hidden_size
-        kv = (self.num_kv_heads, self.head_dim)
-        if self.num_heads % kv[0] or kv[1] % 2:
-            heads = f"KV heads that divide the {self.num_heads} query heads, of an even width"
-            yield f"{heads}, found {kv[0]} of {kv[1]}. Check num_key_value_heads and head_dim in the config."
-        if (draft_vocab := self.draft_vocab_size) > self.vocab_size:
-            most = f"at most the base's {self.vocab_size} tokens"
-            yield f"{most}, found a draft_vocab_size of {draft_vocab}. Check the config."
-        if len(ids) != FUSED or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0:
-            yield (
-                f"{FUSED} different layers of the base, the lowest first, found {list(ids)}: engines sort them and "
-                "read each once, so that fc would not fit. Check eagle_aux_hidden_state_layer_ids."
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise DrafterError(
+                f"expected KV heads that divide the {self.num_heads} query heads, of an even width, found "
+                f"{self.num_kv_heads} of {self.head_dim}. Check num_key_value_heads and head_dim in the config."
             )
-        if not self.own_embedding and width != self.backbone_hidden_size:
-            beside = f"in a head of width {width} beside a base of {self.backbone_hidden_size}"
-            yield f"a table of embeddings {beside}, found none: the base's does not fit."
+        if self.draft_vocab_size > self.vocab_size:
+            raise DrafterError(
+                f"expected at most the base's {self.vocab_size} tokens, found a draft_vocab_size of "
+                f"{self.draft_vocab_size}. Check the config."
+            )
+        ids = self.base_layers
+        if len(ids) != FUSED or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0:
+            raise DrafterError(
+                f"expected {FUSED} different layers of the base, the lowest first, found {list(ids)}: engines sort "
+                "them and read each once, so that fc would not fit. Check eagle_aux_hidden_state_layer_ids."
+            )
+        if not self.own_embedding and self.hidden_size != self.backbone_hidden_size:
+            raise DrafterError(
+                f"expected a table of embeddings in a head of width {self.hidden_size} beside a base of "
+                f"{self.backbone_hidden_size}, found none: the base's does not fit."
+            )
 
     @property
     def num_layers(self) -> int:

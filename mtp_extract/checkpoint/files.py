@@ -32,17 +32,16 @@ _READ = 1 << 18
 class Container:
     """A kind of file with tensors: a header that says where they lie, then their data, one after another."""
 
-    suffix: str  # ends the names of such files
     read_tensors: Callable[[Path], Mapping[str, StoredTensor]]  # checked against the file's size; CheckpointError
     # The header, of tensors whose offsets count from its end, and of what it says beside them.
     make_header: Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], bytes]
     alignment: int = 1  # every tensor begins at a multiple of so many bytes
 
 
-_SAFETENSORS = Container(".safetensors", lambda path: read_safetensors(path)[0], safetensors_header)
-_GGUF = Container(".gguf", lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT)
-
-CONTAINERS = {container.suffix: container for container in (_SAFETENSORS, _GGUF)}
+CONTAINERS = {
+    ".safetensors": Container(lambda path: read_safetensors(path)[0], safetensors_header),
+    ".gguf": Container(lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT),
+}
 """Every kind of file with tensors, by the ending of its name."""
 
 TENSOR_FILES = tuple(CONTAINERS)
