@@ -12,14 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.variant_files import variant
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, read_header, write_file
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import CheckpointError, OutputError
@@ -28,19 +25,6 @@ from mtp_extract.pipeline.check import files_in
 from mtp_extract.pipeline.extraction import checkpoint_of
 
 PAIR = (plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32)))
-
-
-@pytest.mark.torch
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
-def test_bf16_rounds_as_torch_does(bits: list[int]) -> None:
-    import torch
-
-    values = np.array(bits, np.uint32).view(np.float32)
-    values[~np.isfinite(values)] = 0
-    ours = np.asarray(DTYPES["bf16"].narrow(values.copy(), "t"))
-    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_golden_file(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""Rules that make codes: bit for bit those of the packages they are from; and roundings done again."""
+"""Rules that make codes: bit for bit those of the packages they are from; roundings done again; and codes in bytes."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from mtp_extract.checkpoint.dtypes import DTYPES, pack, row_bytes, unpack
 from mtp_extract.checkpoint.rounding import RULES, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import UnsupportedError
@@ -94,3 +98,30 @@ def test_roundings_are_told_and_done_again() -> None:
     for weight, step in ((original, "FP16 scales"), (of_array(matrix()[0, :40]), "q8_0")):
         with pytest.raises(UnsupportedError):
             rounded_again(weight, [step])
+
+
+@pytest.mark.torch
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_bf16_rounds_as_torch_does(bits: list[int]) -> None:
+    import torch
+
+    values = np.array(bits, np.uint32).view(np.float32)
+    values[~np.isfinite(values)] = 0
+    ours = np.asarray(DTYPES["bf16"].narrow(values.copy(), "t"))
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@given(st.data(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 4]))
+def test_a_row_is_one_little_endian_number(data: st.DataObject, bits: int, unit: int) -> None:
+    """Element i at bit i · bits, half the range above the code; nothing above the last; and there and back."""
+    half, shape = 1 << bits - 1, data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
+    codes = data.draw(arrays(np.int8, shape, elements=st.integers(-half, half - 1)))
+    packed = pack(codes, bits, unit)
+    assert packed.dtype == np.uint8
+    assert packed.shape == (len(codes), row_bytes(shape[1], bits, unit)) and packed.shape[1] % unit == 0
+    for row, stored in zip(codes.tolist(), packed, strict=True):
+        number = sum(code + half << bits * i for i, code in enumerate(row))
+        assert int.from_bytes(stored.tobytes(), "little") == number
+    np.testing.assert_array_equal(unpack(packed, bits, shape[1]), codes)

@@ -109,18 +109,19 @@ def test_transformers_reads_the_same_llama(tmp_path: Path) -> None:
     assert (config.draft_vocab_size, config.target_hidden_size, config.tie_word_embeddings) == (24, 32, False)
 
 
-@pytest.mark.parametrize("form", ["eagle_config alone", "top level alone", "without t2d", "rope_parameters"])
-def test_other_ways_to_say_it(tmp_path: Path, form: str) -> None:
-    head = random_head(head_config())
-    directory = write_head(tmp_path / "head", head, marks=form != "without t2d")
-    if form == "eagle_config alone":
-        edit(directory, **{IDS: ...})
-    elif form == "top level alone":
-        edit(directory, eagle_config=...)
-    elif form == "rope_parameters":
-        edit(directory, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    config = read_checkpoint(directory).config
-    assert config == head_config(max_position_embeddings=131072)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {IDS: ...},
+        {"eagle_config": ...},
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+)
+def test_other_ways_to_say_it(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """And without the marks of the tokens that it can propose."""
+    directory = edit(write_head(tmp_path / "head", random_head(head_config()), marks=False), **changes)
+    assert read_checkpoint(directory).config == head_config(max_position_embeddings=131072)
 
 
 @pytest.mark.parametrize("path", ["/home/somebody/base", "./somebody", "~/somebody", "C:\\\\somebody"])

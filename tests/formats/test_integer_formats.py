@@ -131,15 +131,6 @@ def test_what_is_not_held_is_said(tmp_path: Path, name: str, format_: str, expec
     assert re.search(expected, notes), notes
 
 
-def test_an_engine_that_wants_it_otherwise(sample: Path, tmp_path: Path) -> None:
-    extract(sample, tmp_path / "out", format="compressed-tensors-sglang")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is True
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert stored["model.embed_tokens.weight"].dtype == np.float32
-    assert not any("lm_head" in name for name in stored)
-
-
 def test_targets_find_what_engines_fuse(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Under any prefix, each module once; and by the names of vLLM's and SGLang's fused modules, where a gate is packed
     as what it is fused with."""
