@@ -200,7 +200,7 @@ def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
-    """Every type of value it can write, and tensors of every type that we have."""
+    """Every type of value it can write, and tensors of every type that we have, and of another."""
     writer = GGUFWriter(tmp_path / "x.gguf", "some")
     values: dict[str, object] = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31}
     values |= {"int32": -5, "uint64": 1 << 63, "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True}
@@ -214,6 +214,7 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
         "F16": np.arange(3, dtype=np.float16),
         "Q4_0": quantize(np.ones((2, 64), np.float32), GGMLQuantizationType.Q4_0),
         "Q8_0": quantize(np.ones((2, 32), np.float32), GGMLQuantizationType.Q8_0),
+        "Q4_K": np.zeros((2, 144), np.uint8),
     }
     for name, tensor in made.items():
         writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType[name] if name.startswith("Q") else None)
@@ -225,7 +226,7 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     assert metadata == {"general.architecture": "some", **values, "texts": 3, "numbers": [1, -2]}
     data = (tmp_path / "x.gguf").read_bytes()
     assert [data[p.offset : p.offset + p.length] for p in places.values()] == [t.tobytes() for t in made.values()]
-    shapes = {"F32": (2, 3), "F16": (3,), "Q4_0": (2, 64), "Q8_0": (2, 32)}
+    shapes = {"F32": (2, 3), "F16": (3,), "Q4_0": (2, 64), "Q8_0": (2, 32), "Q4_K": (2, 256)}
     assert {name: p.shape for name, p in places.items()} == {p.dtype: p.shape for p in places.values()} == shapes
 
 

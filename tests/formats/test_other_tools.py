@@ -15,7 +15,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from helpers.random_assistants import GEOMETRIES, random_assistant
-from helpers.random_heads import head_config, random_head, write_head
+from helpers.random_heads import edit, head_config, random_head, write_head
 from safetensors.torch import load_file, save_file
 
 from mtp_extract import convert, extract
@@ -145,8 +145,8 @@ def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_pa
         (tmp_path / "mlx" / name).unlink()
     config = json.loads((tmp_path / "mlx/config.json").read_text())
     packed = [name for name, entry in config["quantization"].items() if isinstance(entry, dict)]
-    config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": bits}
-    (tmp_path / "mlx/config.json").write_text(json.dumps(config))
+    entry = {"group_size": 64, "bits": bits}
+    edit(tmp_path / "mlx", quantization=entry, quantization_config=entry)
     tensors, expected = mx.load(str(tmp_path / "d/model.safetensors")), dict[str, Any]()
     for module in packed:
         parts = mx.quantize(tensors[f"{module}.weight"], group_size=64, bits=bits)
@@ -160,8 +160,8 @@ def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_pa
     assert found.notes == ()
     for role, module in (("lm_head", "model.embed_tokens"), ("layers.1.gate_proj", "model.layers.1.mlp.gate_proj")):
         np.testing.assert_allclose(found.tensors[role].array(), expected[module], rtol=2e-6, atol=1e-7)
-    config["quantization"]["mode"] = "mxfp4"
-    (tmp_path / "mlx/config.json").write_text(json.dumps(config))
+    entry["mode"] = "mxfp4"
+    edit(tmp_path / "mlx", quantization=entry, quantization_config=entry)
     with pytest.raises(CheckpointError, match=r"mode mxfp4"):
         ReadDirectory.of(tmp_path / "mlx")
 
@@ -175,9 +175,7 @@ def test_fp8_is_called_so(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"found F8_E4M3, which is not read\. Ask for the drafter in such"):
         ReadDirectory.of(saved)
     save_file(tensors | scale | {name: tensors[name].to(torch.float8_e4m3fn)}, saved / "model.safetensors")
-    config = json.loads((saved / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    (saved / "config.json").write_text(json.dumps(config))
+    edit(saved, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     with pytest.raises(CheckpointError, match=r"'fp8'.*another method; it is not read\. Ask for floats in BF16"):
         ReadDirectory.of(saved)
 
@@ -189,17 +187,6 @@ def test_a_type_of_gguf_that_is_not_read_is_called_by_its_name(sample: Path, tmp
         CheckpointError, match=rf"blk\.0\.ffn_up\.weight: .*found {kind} \(and 3 tensors more\), which is not read"
     ):
         ReadDirectory.of(tmp_path / "x.gguf")
-
-
-def test_k_quants_are_called_by_their_name(tmp_path: Path) -> None:
-    from mtp_extract.checkpoint.gguf_file import read_gguf
-
-    writer = GGUFWriter(tmp_path / "k.gguf", "gemma4-assistant")
-    kind = GGMLQuantizationType.Q4_K
-    writer.add_tensor("t", np.zeros((2, 144), np.uint8), raw_dtype=kind)
-    write_all(writer)
-    ((place,),) = [read_gguf(tmp_path / "k.gguf")[1].values()]
-    assert (place.dtype, place.shape) == ("Q4_K", (2, 256))
 
 
 @pytest.mark.parametrize("arch", ["gemma4_assistant", "gemma4_mtp"])
@@ -232,10 +219,6 @@ def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizatio
         writer.add_tensor(
             tensor.name, quantize(numbers, kind) if is_coded else numbers, raw_dtype=kind if is_coded else None
         )
-    write_all(writer)
-
-
-def write_all(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -246,13 +229,11 @@ def test_a_head_with_a_gelu_is_called_so_and_nobody_is_told_to_change_it(tmp_pat
     """NeMo Automodel trains such heads for Gemma 4, and writes them in parts."""
     directory = write_head(tmp_path / "d", random_head(head_config()), "eagle3")
     write_index(directory, parts_of(directory, 1))
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"architectures": ["LlamaEagle3DraftModel"]}
-    (directory / "config.json").write_text(json.dumps(config))
+    edit(directory, architectures=["LlamaEagle3DraftModel"])
     assert ReadDirectory.of(directory).checkpoint.notes == (
         "Passed over: config.json says architectures ['LlamaEagle3DraftModel'].",
     )
-    (directory / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu_pytorch_tanh"}))
+    edit(directory, hidden_act="gelu_pytorch_tanh")
     with pytest.raises(
         CheckpointError, match=r"hidden_act gelu_pytorch_tanh: a gate that is no SiLU.*with silu"
     ) as caught:
