@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -36,14 +37,10 @@ class FormatInfo:
     is_config: Callable[[Mapping[str, Any]], bool] = lambda config: False
 
 
-def _quantized_by(method: str) -> Callable[[Mapping[str, Any]], bool]:
+def _is_quantized_by(method: str, config: Mapping[str, Any]) -> bool:
     """Whether a config.json names that method of quantization; MLX's converters may name theirs in its place."""
-
-    def is_config(config: Mapping[str, Any]) -> bool:
-        entry = config.get("quantization_config")
-        return not _has_mlx_entry(config) and isinstance(entry, dict) and entry.get("quant_method") == method
-
-    return is_config
+    entry = config.get("quantization_config")
+    return not _has_mlx_entry(config) and isinstance(entry, dict) and entry.get("quant_method") == method
 
 
 def _has_mlx_entry(config: Mapping[str, Any]) -> bool:
@@ -77,7 +74,7 @@ EVERY: dict[str, FormatInfo] = {
         "integers for vLLM and transformers",
         "transformers",
         _POSITIVE,
-        is_config=_quantized_by("compressed-tensors"),
+        is_config=partial(_is_quantized_by, "compressed-tensors"),
     ),
     "compressed-tensors-sglang": FormatInfo(
         "mtp_extract.formats.integers:COMPRESSED_FOR_SGLANG",
@@ -101,7 +98,7 @@ EVERY: dict[str, FormatInfo] = {
         "transformers",
         ("int8", "int4"),
         activations=True,
-        is_config=_quantized_by("gemma"),
+        is_config=partial(_is_quantized_by, "gemma"),
     ),
     "eagle3": FormatInfo(
         "mtp_extract.formats.eagle3:EAGLE",

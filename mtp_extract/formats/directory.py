@@ -74,8 +74,8 @@ class DirectoryFormat:
     static: tuple[str, ...] = ()
     # The configuration's entry, of the modules that are packed and the matrices that stay in floats.
     document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
-    groups: tuple[int, ...] = ()  # neighbouring elements of a row that may share a scale, the longest first
-    rows: bool = False  # whether a whole row may share one, whatever its length
+    # Neighbouring elements of a row that may share a scale, the longest first; None for a whole row of any length.
+    groups: tuple[int | None, ...] = ()
     unfit: str = ""  # why no other block of {block} elements is held, and what holds it
     unties: bool = True  # whether a packed head is a module of its own; else it is the embedding
     floats_head_for: str = ""  # an engine that takes a head of floats only
@@ -116,7 +116,7 @@ class DirectoryFormat:
 
     def _groups(self, row: int) -> tuple[int, ...]:
         """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
-        return (row, *self.groups) if self.rows else self.groups
+        return tuple(group or row for group in self.groups)
 
     def _group_of(self, codes: Weight) -> int | None:
         """How many share one where ``codes`` are held; None where they cannot be."""

@@ -109,8 +109,7 @@ COMPRESSED_TENSORS = DirectoryFormat(
     codes=(".weight_packed", "I32"),
     arrays=lambda how, scales: {".weight_scale": scales, ".weight_shape": np.array(how.shape, np.int64)},
     document=_compressed_document,
-    groups=GROUPS,
-    rows=True,
+    groups=(None, *GROUPS),
     unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
 )
 
@@ -139,7 +138,7 @@ GEMMA = DirectoryFormat(
     arrays=lambda how, scales: {".weight_scale": scales},
     static=(".input_activation_scale", ".output_activation_scale"),
     document=_gemma_document,
-    rows=True,
+    groups=(None,),
     unfit="its blocks of {block} have scales of their own, where this format has one a row; the compressed-tensors "
     "format keeps blocks of 32, 64 and 128",
 )
