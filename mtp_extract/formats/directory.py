@@ -243,15 +243,12 @@ class DirectoryFormat:
         self, config: DrafterConfig, packed: Mapping[str, Packed], stored: reading.Tensors
     ) -> tuple[dict[str, Weight], dict[str, Activations]]:
         """By role: its weight, and the static quantization beside a packed matrix that has any."""
-        tensors: dict[str, Weight] = {}
-        activations: dict[str, Activations] = {}
-        for role, name in self._names(config, packed).items():
-            if how := packed.get(role.name):
-                tensors[role.name], pair = self._read_matrix(how, stored)
-                activations |= {role.name: pair} if any(pair) else {}
-            else:
-                tensors[role.name] = Stored(*stored[name], name)
-        return tensors, activations
+        matrices = {role: self._read_matrix(how, stored) for role, how in packed.items()}
+        tensors = {
+            role.name: matrices[role.name][0] if role.name in matrices else Stored(*stored[name], name)
+            for role, name in self._names(config, packed).items()
+        }
+        return tensors, {role: pair for role, (_, pair) in matrices.items() if any(pair)}
 
     def _packed(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, Packed]:
         """How each matrix that is packed is, by role."""

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
-from mtp_extract.architecture.roles import Role, roles_of
+from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.files import OutputFile, json_text
@@ -50,7 +50,7 @@ class LitertFormat:
         config = checkpoint.mtp
         if config.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
-        names = _tensor_names(checkpoint.tensors, config.num_layers)
+        names = _tensor_names(checkpoint.tensors, config)
         # A tensor lies where the last of its roles stands, and holds what the first one has.
         first = {name: role for role, name in reversed(names.items())}
         roles = dict(reversed(first.items()))
@@ -85,11 +85,11 @@ class LitertFormat:
 LITERT_LAYOUT = LitertFormat()
 
 
-def _tensor_names(tensors: Mapping[str, Weight], num_layers: int) -> dict[str, str]:
+def _tensor_names(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[str, str]:
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
     first: dict[object, str] = {}
-    for role in roles_of(num_layers):
+    for role in shapes_of(config):
         tensor = tensors.get(role.name)
         if tensor is not None:
             name = role.names[LITERT_LAYOUT.name]
