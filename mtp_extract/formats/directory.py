@@ -95,24 +95,24 @@ class DirectoryFormat:
             return store_floats(weight, dtype)
         try:
             codes = row_codes(weight)
+            exact = has_exact_steps(weight)
+            self._require_fit(role, codes, exact)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
-        exact = has_exact_steps(weight)
-        if why := self._why_unfit(role, codes, exact):
-            return store_floats(weight, "f32", why)
         # What a converter folded into the scales is divided out, and the quotient rounded once.
         return StoredAs(CODES, codes, "" if exact else "F32")
 
-    def _why_unfit(self, role: Role, codes: Weight, exact: bool) -> str:
-        """Why the format does not hold ``codes``, whose scales may be ``exact``, as they are stored; else empty."""
+    def _require_fit(self, role: Role, codes: Weight, exact: bool) -> None:
+        """Raise NoCodesError where the format does not hold ``codes``; their scales may be ``exact``, as stored."""
         sizes = codes.steps.size
         if not exact and (sizes[sizes > 0] < _SMALLEST_NORMAL).any():
-            return "its scales, less the factor folded into them, are too small for F32"
+            raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
         if (sizes < 0).any():
-            return "it has negative scales (gguf holds them)"
+            raise NoCodesError("it has negative scales (gguf holds them)")
         if self.floats_head_for and role.name == HEAD:
-            return f"{self.floats_head_for} takes a head of floats only; without it the codes are kept"
-        return self.unfit.format(block=codes.steps.block) if self._group_of(codes) is None else ""
+            raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
+        if self._group_of(codes) is None:
+            raise NoCodesError(self.unfit.format(block=codes.steps.block))
 
     def _groups(self, row: int) -> tuple[int, ...]:
         """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""

@@ -108,11 +108,9 @@ class GgufFormat:
             return store_floats(weight, dtype, "floats were asked for")
         try:
             codes = row_codes(weight)
+            halves = _halved_scales(codes)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
-        if why := _why_unfit(codes):
-            return store_floats(weight, "f32", why)
-        halves = _in_halves(codes.steps.size)
         if (halves == codes.steps.size).all():
             return StoredAs(CODES, codes, "" if has_exact_steps(weight) else "F32")
         return StoredAs(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
@@ -160,24 +158,21 @@ class GgufFormat:
 GGUF = GgufFormat()
 
 
-def _why_unfit(codes: Weight) -> str:
-    """Why Q4_0 and Q8_0 do not hold ``codes``; empty where they do, with scales rounded to FP16."""
+def _halved_scales(codes: Weight) -> Floats:
+    """The scales of ``codes``, rounded to FP16; NoCodesError where Q4_0 and Q8_0 do not hold them, or the codes."""
     block = codes.steps.block
     if codes.columns % BLOCK or block % BLOCK:
         what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
-        return f"it has {what}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+        each = f"a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+        raise NoCodesError(f"it has {what}, not {each}")
     sizes = codes.steps.size
-    unlike = ~(np.abs(_in_halves(sizes) - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
+    with np.errstate(over="ignore", under="ignore"):
+        halves: Floats = sizes.astype(np.float16).astype(np.float32)
+    unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
     if unlike.any():
         only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
-        return f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}"
-    return ""
-
-
-def _in_halves(sizes: Floats) -> Floats:
-    """``sizes`` rounded to FP16."""
-    with np.errstate(over="ignore", under="ignore"):
-        return sizes.astype(np.float16).astype(np.float32)
+        raise NoCodesError(f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}")
+    return halves
 
 
 def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
