@@ -1,4 +1,5 @@
-"""The formats that pack the file's integers: what they hold is the file's, what not is said, damage is named."""
+"""The formats that pack the file's integers: what they hold is the file's, what not is said, damage is named; and all
+configurations are what they were when engines were seen to load them."""
 
 from __future__ import annotations
 
@@ -308,3 +309,24 @@ def test_damage_is_named(
     with pytest.raises(MtpExtractError, match=expected):
         for tensor in read_checkpoint(directory).tensors.values():
             tensor.array()
+
+
+CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
+"""By variant: ``config.json`` in transformers' format, and by packed format what it has beyond that."""
+
+GENERATION = {"is_assistant": True, "num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}
+
+
+def merged(document: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """``document`` with ``more`` in it, object by object."""
+    inner = {key: merged(document[key], value) for key, value in more.items() if isinstance(document.get(key), dict)}
+    return {**document, **more, **inner}
+
+
+@pytest.mark.parametrize(("name", "format_"), [(name, kind) for name, formats in CONFIGS.items() for kind in formats])
+def test_a_configuration_is_what_it_was(name: str, format_: str, tmp_path: Path) -> None:
+    extract(variant(name), tmp_path / "out", format=format_)
+
+    documents = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*config.json")}
+    assert documents["config"] == merged(CONFIGS[name]["transformers"], CONFIGS[name][format_])
+    assert documents["generation_config"] == GENERATION
