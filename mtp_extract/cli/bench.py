@@ -19,25 +19,17 @@ def bench_command(
     url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI-compatible server: http://localhost:8000.")],
     baseline: Annotated[
         str | None,
-        typer.Option(
-            "--baseline", metavar="URL", help="The same server started without a drafter, asked in turn with the first."
-        ),
+        typer.Option(metavar="URL", help="The same server started without a drafter, asked in turn with the first."),
     ] = None,
     prompts: Prompts = None,
     model: ServedModel = None,
     key: ApiKey = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens of an answer.")
-    ] = 128,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0, metavar="X", help="Temperature; at 0 texts are compared.")
-    ] = 0.0,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", min=1, max=64, metavar="N", help="Requests in flight at a time.")
-    ] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, metavar="X", help="Temperature; at 0 texts are compared.")] = 0.0,
+    concurrency: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Requests in flight at a time.")] = 1,
     chat_template: Annotated[
         bool,
-        typer.Option("--chat-template/--no-chat-template", help="Send prompts as chats, or as text to be continued."),
+        typer.Option(help="Send prompts as chats, or as text to be continued."),
     ] = True,
     print_json: AsJson = False,
     version: Version = False,

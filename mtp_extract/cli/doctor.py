@@ -21,18 +21,15 @@ def doctor_command(
     base: Annotated[str, BASE],
     server: Annotated[
         str | None,
-        typer.Option(
-            "--server", metavar="URL", help="An OpenAI-compatible server with that pair: http://localhost:8000."
-        ),
+        typer.Option(metavar="URL", help="An OpenAI-compatible server with that pair: http://localhost:8000."),
     ] = None,
     prompts: Prompts = None,
     model: ServedModel = None,
     key: ApiKey = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=8, metavar="N", help="Most tokens of an answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=8, metavar="N", help="Most tokens of an answer.")] = 64,
     drafts: Annotated[
         int | None,
         typer.Option(
-            "--drafts",
             min=1,
             max=MOST_STEPS,
             metavar="N",

@@ -36,10 +36,7 @@ def extract_command(
     sliding_window: Annotated[
         int | None,
         typer.Option(
-            "--sliding-window",
-            min=1,
-            metavar="N",
-            help="Length of the sliding window; needed only if the file leaves it to the runtime.",
+            min=1, metavar="N", help="Length of the sliding window; needed only if the file leaves it to the runtime."
         ),
     ] = None,
     unproven: Annotated[

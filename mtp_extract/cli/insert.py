@@ -35,16 +35,11 @@ def insert_command(
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="NEW.litertlm", help="The new bundle.")] = None,
     graph_from: Annotated[
         str | None,
-        typer.Option(
-            "--graph-from",
-            metavar="FILE",
-            help="The .litertlm or .tflite whose drafter is added to a bundle without one.",
-        ),
+        typer.Option(metavar="FILE", help="The .litertlm or .tflite whose drafter is added to a bundle without one."),
     ] = None,
     base: Annotated[
         str | None,
         typer.Option(
-            "--base",
             metavar="MODEL",
             help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
             "measure what their grids cut off.",

@@ -45,7 +45,6 @@ def inspect_command(
     skeleton: Annotated[
         Path | None,
         typer.Option(
-            "--skeleton",
             metavar="OUT.zip",
             help="Write the drafter's section without weights, to attach to an issue; show nothing else.",
         ),
@@ -53,7 +52,6 @@ def inspect_command(
     against: Annotated[
         str | None,
         typer.Option(
-            "--against",
             metavar="SOURCE|DIR|ORG/NAME",
             help="Compare a checkpoint with its bundle, bit for bit; or a bundle's base with a base's checkpoint.",
         ),

@@ -40,76 +40,50 @@ def tune_command(
     ] = None,
     work: Annotated[
         Path | None,
-        typer.Option("--work", metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
+        typer.Option(metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
     ] = None,
     mode: Annotated[
         Mode,
         typer.Option(
-            "--mode",
             help="What to train. norms: norms and layer scalars. qat: also the codes, on the stored grid. float: every "
-            "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out.",
+            "weight. ordered: a head that scores clusters of tokens first. eagle3: a new head; leave DIR out."
         ),
     ] = "norms",
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."),
+        typer.Option(metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(
-            "--text", metavar="FILE", help="Texts by people instead, or prompts with answers, in the same forms."
-        ),
+        typer.Option(metavar="FILE", help="Texts by people instead, or prompts with answers, in the same forms."),
     ] = None,
     text_from: Annotated[
         str | None,
-        typer.Option(
-            "--text-from", metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."
-        ),
+        typer.Option(metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."),
     ] = None,
     text_model: Annotated[
         str | None,
-        typer.Option(
-            "--text-model", metavar="NAME", help="Name of the model on the server; needed if it serves several."
-        ),
+        typer.Option(metavar="NAME", help="Name of the model on the server; needed if it serves several."),
     ] = None,
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=2, metavar="N", help="Most tokens of each of the base's texts.")
-    ] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Most tokens of each of the base's texts.")] = 256,
     temperature: Annotated[
         float,
-        typer.Option(
-            "--temperature",
-            min=0,
-            max=100,
-            metavar="X",
-            help="Temperature of serving and of the base's text; 0 is greedy.",
-        ),
+        typer.Option(min=0, max=100, metavar="X", help="Temperature of serving and of the base's text; 0 is greedy."),
     ] = 0.0,
-    chat_template: Annotated[
-        bool, typer.Option("--chat-template/--no-chat-template", help="Put prompts into the base's chat format.")
-    ] = True,
-    draft_steps: Annotated[
-        int, typer.Option("--draft-steps", min=1, metavar="N", help="Drafts a round to train for.")
-    ] = 3,
+    chat_template: Annotated[bool, typer.Option(help="Put prompts into the base's chat format.")] = True,
+    draft_steps: Annotated[int, typer.Option(min=1, metavar="N", help="Drafts a round to train for.")] = 3,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."),
+        typer.Option(min=1, metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."),
     ] = None,
-    batch: Annotated[
-        int, typer.Option("--batch", min=1, metavar="N", help="Texts a step, of all processes together.")
-    ] = 16,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts a step, of all processes together.")] = 16,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--learning-rate", min=0, metavar="X", help="Rate; by default the mode's own, by width."),
+        typer.Option(min=0, metavar="X", help="Rate; by default the mode's own, by width."),
     ] = None,
     draft_vocab: Annotated[
         int,
-        typer.Option(
-            "--draft-vocab",
-            min=1,
-            metavar="N",
-            help="Tokens that an eagle3 head can propose, the most frequent ones.",
-        ),
+        typer.Option(min=1, metavar="N", help="Tokens that an eagle3 head can propose, the most frequent ones."),
     ] = 32000,
     device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Save the result even if it is not better.")] = False,

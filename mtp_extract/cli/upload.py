@@ -30,8 +30,7 @@ def upload_command(
     beside: Annotated[
         bool,
         typer.Option(
-            "--beside",
-            help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays.",
+            "--beside", help="Send a GGUF alone into a repository that exists, such as its base's; what is there stays."
         ),
     ] = False,
     force: Annotated[
@@ -42,10 +41,10 @@ def upload_command(
     ] = False,
     license: Annotated[  # noqa: A002 - the field's name
         str | None,
-        typer.Option("--license", metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
+        typer.Option(metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option("--base-model", metavar="ORG/NAME", help="The base's id on the Hub, for the card.")
+        str | None, typer.Option(metavar="ORG/NAME", help="The base's id on the Hub, for the card.")
     ] = None,
     version: Version = False,
 ) -> None:

@@ -31,19 +31,17 @@ def validate_command(
     base: Annotated[str | None, BASE] = None,
     beside: Annotated[
         Path | None,
-        typer.Option("--beside", metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
+        typer.Option(metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option(
-            "--source", metavar="FILE", help="The .litertlm it was extracted from, to prove that this is its drafter."
-        ),
+        typer.Option(metavar="FILE", help="The .litertlm it was extracted from, to prove that this is its drafter."),
     ] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
     prompts: Prompts = None,
     draft_steps: Annotated[
         str,
-        typer.Option("--draft-steps", metavar="K,…", help=f"Numbers of drafts a round, up to {MOST_STEPS}."),
+        typer.Option(metavar="K,…", help=f"Numbers of drafts a round, up to {MOST_STEPS}."),
     ] = "1,2,4,8",
     trees: Annotated[
         list[str] | None,
@@ -55,14 +53,12 @@ def validate_command(
         ),
     ] = None,
     device: Device = "auto",
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=3, metavar="N", help="Most tokens the base adds to a prompt.")
-    ] = 64,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Prompts at a time.")] = 16,
+    new_tokens: Annotated[int, typer.Option(min=3, metavar="N", help="Most tokens the base adds to a prompt.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at a time.")] = 16,
     chat_template: ChatTemplate = True,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="DIR", help="Write report.html, report.json and pair.json there."),
+        typer.Option(metavar="DIR", help="Write report.html, report.json and pair.json there."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     print_json: AsJson = False,
