@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from mtp_extract.errors import MtpExtractError, PlanError, escape
 from mtp_extract.formats import ENGINES, EVERY, FORMATS, choices
 from mtp_extract.pipeline.plan import DtypeName, RuleName
+
+_Result = TypeVar("_Result")
 
 
 def key_from(variable: str) -> str:
@@ -44,6 +48,12 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def call_by_name(function: Callable[..., _Result], options: Mapping[str, Any]) -> _Result:
+    """``function``, or a plan, of those of ``options`` that its parameters name: the local variables of a command."""
+    names = inspect.signature(function).parameters.keys() & options.keys()
+    return function(**{name: options[name] for name in names})
+
+
 BASE = typer.Option("--base", metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
 """Of a command that always needs one, or of one that may do without."""
 ApiKey = Annotated[
@@ -54,7 +64,7 @@ ApiKey = Annotated[
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="Name of the model on the server; needed if it serves several."),
+    typer.Option(metavar="NAME", help="Name of the model on the server; needed if it serves several."),
 ]
 Prompts = Annotated[
     Path | None,

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, app_of, run
-from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel
+from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel, call_by_name
 from mtp_extract.cli._reporter import TerminalReporter
-from mtp_extract.cli.terminal import say_report, write_json
+from mtp_extract.cli.terminal import say_report
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.validation.plan import MOST_STEPS
 
@@ -45,28 +45,13 @@ def doctor_command(
 
     The exit status is 1 if drafter and base do not fit.
     """
+    plan = call_by_name(DoctorPlan, locals())
     from mtp_extract.api import diagnose
     from mtp_extract.doctor.verdict import diagnosis_tables
-    from mtp_extract.report.page import plain_json
 
-    plan = DoctorPlan(
-        place,
-        base,
-        server=server,
-        prompts=prompts,
-        model=model,
-        key=key,
-        max_tokens=max_tokens,
-        drafts=drafts,
-        chat_template=chat_template,
-        device=device,
-    )
     with TerminalReporter(quiet=print_json) as reporter:
         diagnosis = diagnose(plan, reporter)
-    if print_json:
-        write_json(plain_json(diagnosis))
-    else:
-        say_report(plain_json(diagnosis), diagnosis_tables(diagnosis))
+    say_report(diagnosis, diagnosis_tables(diagnosis), as_json=print_json)
     if diagnosis.outcome == "does not fit":
         raise typer.Exit(1)
 

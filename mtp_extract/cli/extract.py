@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, app_of, run
-from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
+from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.errors import escape
@@ -55,24 +55,11 @@ def extract_command(
     from mtp_extract.data import sample_bundle
     from mtp_extract.litertlm.published import base_model_of
 
-    file = sample_bundle() if source is None else source
     with TerminalReporter(quiet=print_json) as reporter:
-        result = extract(
-            file,
-            out,
-            format=format,
-            dtype=dtype,
-            codes=codes,
-            quantize=quantize,
-            overwrite=overwrite,
-            sliding_window=sliding_window,
-            unproven=unproven,
-            reporter=reporter,
-        )
-    source_, section = result.record["source"], result.record["source"]["section"]
-    where = found_in(section["index"], section["found_by"])
-    shape, base = result.record["known_as"], base_model_of(result.record)
-    head = f"MTP drafter of {escape(source_['name'])} ({where})"
+        result = call_by_name(extract, locals() | {"source": sample_bundle() if source is None else source})
+    bundle, base = result.record["source"], base_model_of(result.record)
+    section, shape = bundle["section"], result.record["known_as"]
+    head = f"MTP drafter of {escape(bundle['name'])} ({found_in(section['index'], section['found_by'])})"
     head += f", for {base}" if base else f", of {shape}'s shape" if shape else ""
     show_written(result, format, head, verbose=verbose, print_json=print_json)
 

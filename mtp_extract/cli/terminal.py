@@ -63,8 +63,14 @@ def say_notes(notes: Iterable[str]) -> None:
         say_all(f"Note: {note}")
 
 
-def say_report(report: Mapping[str, Any], parts: Iterable[ReportTable]) -> None:
-    """A verdict with its findings, its tables and its notes."""
+def say_report(record: object, parts: Iterable[ReportTable], *, as_json: bool) -> None:
+    """``record`` as JSON; or its verdict with its findings, ``parts`` and its notes."""
+    from mtp_extract.report.page import plain_json
+
+    report = plain_json(record)
+    if as_json:
+        write_json(report)
+        return
     say_all(report["verdict"])
     for finding in report["findings"]:
         say_all(f"Finding: {finding}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._command import Version, app_of, run
-from mtp_extract.cli._options import BASE, Device, Overwrite
+from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel, call_by_name
 from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli.terminal import error, say, say_notes, table
 from mtp_extract.errors import escape
@@ -61,10 +61,7 @@ def tune_command(
         str | None,
         typer.Option(metavar="URL", help="A server that has the base and writes its texts: http://HOST:PORT."),
     ] = None,
-    text_model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the model on the server; needed if it serves several."),
-    ] = None,
+    text_model: ServedModel = None,
     new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Most tokens of each of the base's texts.")] = 256,
     temperature: Annotated[
         float,
@@ -97,28 +94,7 @@ def tune_command(
     dense one does. Otherwise the exit status is 1; --force saves it anyway. Ctrl-C ends the training and measures the
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
-    plan = TuningPlan(
-        directory=directory,
-        base=base,
-        out=out,
-        work=work,
-        mode=mode,
-        prompts=prompts,
-        text=text,
-        text_from=text_from,
-        text_model=text_model,
-        new_tokens=new_tokens,
-        temperature=temperature,
-        chat_template=chat_template,
-        draft_steps=draft_steps,
-        steps=steps,
-        batch=batch,
-        learning_rate=learning_rate,
-        draft_vocab=draft_vocab,
-        device=device,
-        force=force,
-        overwrite=overwrite,
-    )
+    plan = call_by_name(TuningPlan, locals())
     from mtp_extract.api import tune
 
     # As torchrun and accelerate number the processes that they start: the first speaks for all.

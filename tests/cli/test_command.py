@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -129,6 +129,11 @@ def test_a_command_has_the_fields_and_defaults_of_its_plan(name: str) -> None:
             default = defaults[field.name]
             several = isinstance(field.default, tuple)
             assert (whole_numbers(field.name, default) if several else default) == field.default, field.name
+    options = inspect.signature(command.app.registered_commands[0].callback, eval_str=True).parameters
+    types = get_type_hints(type(plan))
+    # These two are words at the command line, which the command reads.
+    for name in options.keys() & types.keys() - {"draft_steps", "trees"}:
+        assert options[name].annotation.__origin__ == types[name], name
 
 
 def defaults_of(app: typer.Typer) -> dict[str, Any]:
