@@ -85,10 +85,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as 
 # --- how a checkpoint is to be written
 
 
-def _complete_format(incomplete: str) -> list[str]:
-    return [name for name in choices() if name.startswith(incomplete)]
-
-
 _FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in EVERY.items())
 _RULES = "; ".join(
     f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.read_as
@@ -99,7 +95,7 @@ Format = Annotated[
     typer.Option(
         "--for",
         metavar="NAME",
-        autocompletion=_complete_format,
+        autocompletion=lambda incomplete: [name for name in choices() if name.startswith(incomplete)],
         help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
     ),
 ]

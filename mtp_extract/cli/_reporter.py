@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.cli.terminal import doing, size
@@ -26,7 +25,7 @@ _LINES = 20
 """Of progress, where there is no terminal to redraw one on."""
 
 
-class TerminalReporter(Reporter):
+class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
     """Shows what it is told, until its ``with`` block ends: then nothing is left of the bar."""
 
     def __init__(self, *, quiet: bool = False, print_result: Callable[[Any], None] = lambda result: None) -> None:
@@ -43,12 +42,7 @@ class TerminalReporter(Reporter):
         self._lines = 0  # that were printed, where there is no terminal
         self._one_at_a_time = threading.Lock()
 
-    def __enter__(self) -> TerminalReporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

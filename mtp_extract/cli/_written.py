@@ -29,21 +29,16 @@ def show_written(
     say(head)
     if verbose:
         say_geometry(kind, record["geometry"], result.parameters)
-    say(f"Wrote {where}/ ({_contents(result)}), read back and compared")
+    numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
+    holds = f"{result.integers} weights as integers" if result.integers else numbers
+    total = size(sum(result.files.values()))
+    say(f"Wrote {where}/ ({record['layout']} format, {holds}, {total}), read back and compared")
     _say_evidence(kind, record, where, verbose=verbose)
     if verbose:
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
     command = next_command(engine.lower(), record, result.directory) if engine else None
     say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
-
-
-def _contents(result: ExtractionResult) -> str:
-    """The format, the kind of numbers and the size."""
-    record = result.record
-    numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
-    holds = f"{result.integers} weights as integers" if result.integers else numbers
-    return f"{record['layout']} format, {holds}, {size(sum(result.files.values()))}"
 
 
 def _say_evidence(kind: Architecture, record: Mapping[str, Any], where: str, *, verbose: bool) -> None:
@@ -73,11 +68,6 @@ def say_not_proven(record: Mapping[str, Any], indent: str = "") -> None:
 def is_rounded(record: Mapping[str, Any]) -> bool:
     """Whether a record says that numbers were rounded, here or before."""
     return bool(roundings(*record["converted_from"], record))
-
-
-def drafter_of(shape: str | None) -> str:
-    """What to call a drafter: by its shape where that is known, which says nothing of its base."""
-    return f"MTP drafter of {shape}'s shape" if shape else "MTP drafter"
 
 
 def found_in(section: int | None, found_by: str) -> str:

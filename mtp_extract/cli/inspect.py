@@ -15,7 +15,7 @@ from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._reporter import TerminalReporter
-from mtp_extract.cli._written import drafter_of, found_in, say_geometry, say_not_proven, say_proof
+from mtp_extract.cli._written import found_in, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.formats import architecture_in
@@ -94,9 +94,8 @@ def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
 
 
 def _show_comparison(comparison: BaseComparison) -> None:
-    bundle = escape(comparison.bundle)
-    checkpoint = escape(comparison.checkpoint)
-    say(f"{bundle}: its base, {comparison.layers} layers, against the base in {checkpoint}")
+    bundle = f"{escape(comparison.bundle)}: its base, {comparison.layers} layers"
+    say(f"{bundle}, against the base in {escape(comparison.checkpoint)}")
     roles = [
         (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why)
         for r in comparison.roles
@@ -131,7 +130,11 @@ def _say_origin(record: Mapping[str, Any]) -> None:
     what = "converted" if record["converted_from"] else "extracted"
     tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
     say(f"  {what} from {escape(record['source']['name'])} by {tool}")
-    _say_changes(record)
+    for key, change_in_words in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
+        if change := record.get(key):
+            overall = change["overall"]
+            gain = f"{overall['rounds']['ratio']:.3f} times the tokens per round on {overall['texts']} held-out texts"
+            say(f"  {change_in_words} beside {escape(change['base'])}: {gain}")
     if record.get("not_proven"):
         say_not_proven(record, indent="  ")
 
@@ -146,15 +149,6 @@ def _say_checks(report: Mapping[str, Any]) -> None:
             say(f"    {check['name']}: {escape(check['evidence'])}")
         if (compared := report["against_published"]) is not None:
             say(f"  {_comparison_with_published(compared)}")
-
-
-def _say_changes(record: Mapping[str, Any]) -> None:
-    """Print what the drafter gained by what mtp-tune did to it."""
-    for key, what in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
-        if change := record.get(key):
-            overall = change["overall"]
-            gain = f"{overall['rounds']['ratio']:.3f} times the tokens per round on {overall['texts']} held-out texts"
-            say(f"  {what} beside {escape(change['base'])}: {gain}")
 
 
 def _comparison_with_published(compared: Mapping[str, Any]) -> str:
@@ -195,14 +189,19 @@ def _drafter_in(report: Mapping[str, Any]) -> str:
     if (drafter := report["drafter"]) is None:
         return "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
     base = drafter["base_model"]
-    return f"the drafter for {base}" if base else f"an {drafter_of(drafter['known_as'])}; its base is not said"
+    return f"the drafter for {base}" if base else f"an {_name_by_shape(drafter)}; its base is not said"
+
+
+def _name_by_shape(drafter: Mapping[str, Any]) -> str:
+    """What to call a drafter by its shape, where that is known: it says nothing of its base."""
+    return f"MTP drafter of {drafter['known_as']}'s shape" if drafter["known_as"] else "MTP drafter"
 
 
 def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     from mtp_extract.proof.grids import rounding_in_words
 
     where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
-    say(f"{drafter_of(drafter['known_as'])}: {where}, {size(drafter['size'])}")
+    say(f"{_name_by_shape(drafter)}: {where}, {size(drafter['size'])}")
     say_geometry(ARCHITECTURES[GEMMA4_MTP], drafter["geometry"], drafter["parameters"])
     say(
         f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
@@ -213,18 +212,14 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     if not drafter["layer_scalars"]:
         say("  no layer scalars in its graph, as in Google's files of April 2026: each is 1")
     say(f"  TFLite model: {model['subgraphs']} subgraphs, {model['operators']} ops, {model['tensors_in_all']} tensors")
-    _show_signatures(model)
-    if "tensors" in model:
-        _list_tensors(model)
-    if "roles" in drafter:
-        _show_roles(drafter, is_skeleton=is_skeleton)
-
-
-def _show_signatures(model: Mapping[str, Any]) -> None:
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")
         for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
             table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
+    if "tensors" in model:
+        _list_tensors(model)
+    if "roles" in drafter:
+        _show_roles(drafter, is_skeleton=is_skeleton)
 
 
 def _show_roles(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
