@@ -263,4 +263,4 @@ _EXAMPLES = {
 }
 
 app = app_of(inspect_command, _EXAMPLES)
-main = partial(run, app, is_short=True)
+main = partial(run, app, is_short=True, writes=False)
