@@ -28,14 +28,7 @@ from mtp_extract.io.address import HubAddress
 from mtp_extract.io.file_kinds import FIRST_BYTES_READ, file_kind
 from mtp_extract.io.opening import Named, bundles_at, open_source
 from mtp_extract.io.source import Region, Source
-from mtp_extract.litertlm.container import (
-    TFLITE_IDENTIFIER,
-    TFLITE_MODEL,
-    Bundle,
-    Section,
-    is_bundle,
-    read_bundle,
-)
+from mtp_extract.litertlm.container import TFLITE_IDENTIFIER, TFLITE_MODEL, Bundle, Section, is_bundle, read_bundle
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.skeleton import unpack_skeleton
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
@@ -88,10 +81,9 @@ class Opened(AbstractContextManager["Opened"]):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a user should know of how it was chosen: nothing where the file was named."""
-        if not self.passed_over:
-            return ()
         others = few(self.passed_over, most=_MOST_LISTED)
-        return (f"{self.source.name} is the bundle of that repository with a drafter. Without one: {others}.",)
+        chosen = f"{self.source.name} is the bundle of that repository with a drafter. Without one: {others}."
+        return (chosen,) if self.passed_over else ()
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -150,31 +142,16 @@ class Opened(AbstractContextManager["Opened"]):
         return Shard(self, section, found_by, model, graph.signature, graph, walked, config, names, geometry, kv)
 
     def drafter_model(self) -> TfliteModel:
-        """The drafter's model; nothing of its graph is read.
-
-        Raises:
-            NoDrafterError: there is none.
-            FormatError: it is damaged.
-        """
+        """The drafter's model; nothing of its graph is read."""
         return self._locate[2]
 
     def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
-        """The operators of the drafter; not yet what they compute. ``passed`` as for :meth:`drafter`.
-
-        Raises:
-            NoDrafterError: there is none.
-            RoleError, UnsupportedError, FormatError: no exporter writes such a graph, or the file is damaged.
-        """
+        """The operators of the drafter; not yet what they compute. ``passed`` and errors as of :meth:`drafter`."""
         model = self._locate[2]
         return flatten(model, self._require_signature(model), passed=passed)
 
     def prefetch(self) -> None:
-        """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it.
-
-        Raises:
-            NoDrafterError: there is none.
-            SourceError: the bytes cannot be had.
-        """
+        """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it."""
         typed = self.chosen()
         section = typed[0] if len(typed) == 1 else self._locate[0]
         if self.bundle is None or section is None:
@@ -257,10 +234,8 @@ class Opened(AbstractContextManager["Opened"]):
         candidates = self._candidates(model)
         if len(candidates) == 1:
             return candidates[0]
-        name, keys = (
-            model.region.source.name,
-            ", ".join(escape(s.key) for s in candidates or model.signatures) or "none",
-        )
+        name = model.region.source.name
+        keys = ", ".join(escape(s.key) for s in candidates or model.signatures) or "none"
         if candidates:
             raise NoDrafterError(
                 f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
@@ -313,22 +288,7 @@ def open_bundle(
     signature: str | None = None,
     skeleton: bool = False,
 ) -> Opened:
-    """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
-
-    Args:
-        source: what to open, as :func:`open_source` takes it. Of a remote file only byte ranges are fetched; of a
-            repository with several bundles, the one is taken whose header lists a drafter.
-        token: as for :func:`open_source`.
-        reporter: told of the bytes of a remote range that is fetched.
-        section, signature: index of the drafter's section and key of its signature, where there are several.
-        skeleton: open a skeleton, too: a drafter's model without weights.
-
-    Raises:
-        UnsupportedError: it is a skeleton, and no such is asked for.
-        SourceError: the bytes cannot be had.
-        FormatError: the header of a bundle is damaged.
-        NoDrafterError: of a repository's several bundles none lists a drafter, or more than one does.
-    """
+    """As :func:`mtp_extract.open`, which explains the arguments; a ``skeleton``, too: a model without weights."""
     bundles = bundles_at(source, token)
     if len(bundles) > 1:
         opened = _bundle_with_drafter(bundles, token, reporter)
@@ -359,12 +319,7 @@ def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) 
 
 
 def _bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter) -> Opened:
-    """The one of several bundles of a repository whose header lists a drafter. Of each the header is read, no more.
-
-    Raises:
-        NoDrafterError: none lists one, or more than one does; the message says what each holds.
-        SourceError: the bytes cannot be had, or there are too many bundles.
-    """
+    """The one of several bundles of a repository whose header lists a drafter. Of each the header is read, no more."""
     repository = addresses[0].repository
     if len(addresses) > _MOST_HEADERS:
         raise SourceError(f"{repository}: expected at most {_MOST_HEADERS} bundles, found {len(addresses)}. Name one.")
