@@ -18,6 +18,9 @@ from mtp_extract.io.typed import Excerpt
 RecordName = Literal["extraction", "report", "bench", "doctor"]
 """The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
 
+_FIELD = r"^((?: +#:? .*\n)*) +(\w+): .*?(?:  #:? (.*))?$"
+"""A field in the source of its type: comments above it, its name, and the comment behind it."""
+
 
 def schema(name: str) -> dict[str, Any]:
     """The schema of the record ``name``, a :data:`RecordName`; what it does not list is not written.
@@ -36,23 +39,15 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def _kind(name: str) -> type:
-    if name == "extraction":
-        from mtp_extract.checkpoint.record import Extraction
+    from mtp_extract.checkpoint.record import Extraction
+    from mtp_extract.doctor.result import Diagnosis
+    from mtp_extract.serving.result import Benchmark
 
-        return Extraction
     if name == "report":
-        from mtp_extract.validation.result import Validation
+        from mtp_extract.validation.result import Validation  # which needs PyTorch
 
         return Validation
-    if name == "bench":
-        from mtp_extract.serving.result import Benchmark
-
-        return Benchmark
-    if name == "doctor":
-        from mtp_extract.doctor.result import Diagnosis
-
-        return Diagnosis
-    raise KeyError(name)
+    return {"extraction": Extraction, "bench": Benchmark, "doctor": Diagnosis}[name]
 
 
 def _within(kind: Any, visited: set[Any]) -> Iterator[type]:
@@ -75,12 +70,9 @@ def _comments(kind: type) -> dict[str, str]:
         names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     meanings: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        above: list[str] = []
-        for line in inspect.getsource(base).splitlines() if base.__module__.startswith("mtp_extract") else ():
-            if comment := re.match(r" +#:? (.*)", line):
-                above.append(comment[1])
-                continue
-            if (field := re.match(r" +(\w+): .*?(?:  #:? (.*))?$", line)) and field[1] in names:
-                meanings[names[field[1]]] = field[2] or " ".join(above)
-            above = []
-    return {name: text for name, text in meanings.items() if text}
+        source = inspect.getsource(base) if base.__module__.startswith("mtp_extract") else ""
+        for above, name, behind in re.findall(_FIELD, source, re.MULTILINE):
+            text = behind or " ".join(re.findall("#:? (.*)", above))
+            if name in names and text:
+                meanings[names[name]] = text
+    return meanings
