@@ -12,7 +12,7 @@ ahead of another is asked of the texts, by the mean of its lead and what this va
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -72,8 +72,7 @@ def _share(hits: CountArray, sizes: CountArray) -> Figure:
 def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int) -> list[Counts]:
     """What each of ``drafters`` comes to along ``texts``, in their order; the base reads each text once.
 
-    A text that was cut off ends in a token of the base's: an engine that adds so many tokens and no more drafts up to
-    the one before. Where there is no room for a draft, a round is none that a server counts.
+    Where there is no room for a draft, a round is none that a server counts.
 
     Args:
         texts: each with at least one anchor.
@@ -83,7 +82,9 @@ def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Tex
     for rows in groups([len(text.tokens) for text in texts], BATCH):
         chosen = [texts[row] for row in rows]
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
-        ends = torch.tensor([_last_drafted(text, base.stop_token_ids) for text in chosen])
+        # A text that was cut off ends in a token of the base's: an engine that adds so many tokens drafts up to the one
+        # before.
+        ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen])
         for table, drafter in zip(tables, drafters, strict=True):
             forced = teacher_forced(base, drafter, chosen, steps, full=full)
             table.index_add_(0, torch.tensor(rows)[forced.text], _expected_of_anchors(forced, ends))
@@ -91,16 +92,10 @@ def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Tex
     return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]
 
 
-def _last_drafted(text: Text, stops: Collection[int]) -> int:
-    """The index of the last token up to which an engine drafts."""
-    return len(text.tokens) - 1 - (text.tokens[-1] not in stops)
-
-
 def _expected_of_anchors(forced: Agreement, ends: torch.Tensor) -> torch.Tensor:
     """By anchor: rounds that begin there, and drafts that these accept at each step; [anchors, 1 + K].
 
-    Args:
-        ends: by text, the index of the last token up to which an engine drafts.
+    ``ends`` is, by text, the index of the last token up to which an engine drafts.
     """
     room = ends[forced.text] - forced.anchor
     # A draft stands where all before it do, and where there is room for it.

@@ -26,15 +26,6 @@ SOUND = "sound"
 """Name of the drafter as it is."""
 
 
-def _early_state(drafter: MtpDrafter, convention: Convention, layers: int) -> Drafter:
-    """The base's hidden state as it enters the last of its ``layers``."""
-
-    def change(base: RoundStart) -> RoundStart:
-        return replace(base, fed=replace(base.fed, hidden=base.fed.layers[layers - 1]))
-
-    return FaultyDrafter(drafter, convention, change=change, layers=(layers - 1,))
-
-
 FAULTS: Mapping[str, tuple[str, str]] = {
     **{control.name: (control.what, control.suspect) for control in CONTROLS},
     "early_state": (
@@ -67,7 +58,11 @@ def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag:
             faulty[POSITION] = FaultyDrafter(drafter, TRANSFORMERS if convention == LITERT else LITERT)
         elif (changed := control.drafter(drafter)) is not None:
             faulty[control.name] = control.broken(changed, convention)
-    faulty["early_state"] = _early_state(drafter, convention, layers)
+
+    def give_early_state(base: RoundStart) -> RoundStart:
+        return replace(base, fed=replace(base.fed, hidden=base.fed.layers[layers - 1]))
+
+    faulty["early_state"] = FaultyDrafter(drafter, convention, change=give_early_state, layers=(layers - 1,))
     halves = {name: tensor.half() for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()}
     faulty["fp16_overflow"] = FaultyDrafter(drafter.with_tensors(halves), convention)
     faulty["stale_kv"] = FaultyDrafter(drafter, replace(convention, unwritten=lag))
@@ -93,7 +88,9 @@ def count_expected(
     """
     if not isinstance(drafter, MtpDrafter):
         return ExpectedCounts({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
-    best, sound = _better_convention(drafter, base, texts, steps)
+    conventions = (LITERT, TRANSFORMERS)
+    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
+    best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
         return ExpectedCounts({SOUND: sound}, best)
     faulty = break_drafter(drafter, best, base.num_layers, max(1, round(lag)))
@@ -101,10 +98,3 @@ def count_expected(
     least = _MOVES * sound.tokens.sum()
     changing = {name: counts for name, counts in by_fault if np.abs(counts.accepted - sound.accepted).sum() >= least}
     return ExpectedCounts({SOUND: sound, **changing}, best)
-
-
-def _better_convention(drafter: MtpDrafter, base: Base, texts: Sequence[Text], steps: int) -> tuple[Convention, Counts]:
-    """The query position by which the drafter drafts better, and what it comes to there."""
-    conventions = (LITERT, TRANSFORMERS)
-    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
-    return max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))

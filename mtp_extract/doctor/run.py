@@ -36,18 +36,16 @@ _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transf
 
 
 def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) -> Diagnosis:
-    """Look at the pair, at what is expected of it, and at what is served.
-
-    Args:
-        place: of the drafter, a directory or a ``.gguf``.
-
-    Raises:
-        MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
-    """
+    """As :func:`mtp_extract.diagnose`, of the drafter in ``place``, a directory or a ``.gguf``."""
     identity = identify(place, public_name(str(place)))
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     prompts = list({prompt.key: prompt for prompt in all_prompts}.values())
-    answers, serving = _ask_server(plan, prompts, reporter)
+    answers = serving = None
+    if plan.server is not None:
+        with Server(plan.server, model=plan.model, key=plan.key) as server:
+            reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
+            answers = ask_all(server, plan, prompts)
+            serving = _serving(server, answers)
 
     reporter.say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
@@ -67,18 +65,6 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
         with memory_guard("running the base"):
             _read_texts(diagnosis, generator, prompts, answers, plan, reporter)
     return judge_diagnosis(diagnosis)
-
-
-def _ask_server(
-    plan: DoctorPlan, prompts: Sequence[Prompt], reporter: Reporter
-) -> tuple[list[Answer] | None, Serving | None]:
-    """The answers to ``prompts``, and what the server counted of all; None without a server."""
-    if plan.server is None:
-        return None, None
-    with Server(plan.server, model=plan.model, key=plan.key) as server:
-        reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
-        answers = ask_all(server, plan, prompts)
-        return answers, _serving(server, answers)
 
 
 def _settings(plan: DoctorPlan, prompts: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -161,11 +147,7 @@ def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
 
 
 def identify(place: Path, name: str) -> Identity:
-    """What is in ``place``.
-
-    Raises:
-        CheckpointError: it is damaged, or holds no drafter.
-    """
+    """What is in ``place``; a CheckpointError where it is damaged, or holds no drafter."""
     layout, record = format_of(place), read_record(place)
     config = layout.read(place).config
     # Some configurations name the base themselves.
@@ -174,27 +156,20 @@ def identify(place: Path, name: str) -> Identity:
 
 
 def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedBase) -> list[Check]:
-    """Everything that has to agree, each by itself: what is wrong in one does not hide another.
-
-    Raises:
-        PairError: the base is no Gemma 4 model that the reference can run.
-    """
+    """Everything that has to agree, each by itself: what is wrong in one does not hide another."""
     base = Base(loaded.model)
     with torch.inference_mode():
         checks = [_same(what.removesuffix(" of"), *both) for what, *both in compare_needs(base, drafter.needs)]
     if drafter.needs.shared_kv:
         checks += _attention(drafter.config, base)
-    checks.append(_tokenizer_size(len(loaded.tokenizer), base.vocab_size))
+    size = len(loaded.tokenizer)
+    fits = size <= base.vocab_size
+    # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.
+    beyond = "" if fits else "; a text with a token beyond these is refused"
+    checks.append(Check("tokenizer's size", fits or None, f"{size} tokens, {base.vocab_size} in the base{beyond}"))
     if (file := place / "tokenizer.json").is_file():
         checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
     return [*checks, _made_for(identity, loaded)]
-
-
-def _tokenizer_size(size: int, vocab_size: int) -> Check:
-    """Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit."""
-    fits = size <= vocab_size
-    beyond = "" if fits else "; a text with a token beyond these is refused"
-    return Check("tokenizer's size", fits or None, f"{size} tokens, {vocab_size} in the base{beyond}")
 
 
 def _made_for(identity: Identity, loaded: LoadedBase) -> Check:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -158,16 +157,13 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     Args:
         stops: tokens that end a text.
     """
-    counted = list[_Counted]()
-    for sample in chosen:
-        counts = _counted(sample, steps, stops)
-        if counts is None:
-            return None
-        counted.append(counts)
+    if not all(_says_accepted(sample.answer) for sample in chosen):
+        return None
+    counted = [_within_text(sample.text, sample.answer, steps, stops) for sample in chosen if sample.answer]
     rounds = np.array([counts.rounds for counts in counted], np.float64)
     if not rounds.sum():
         return None
-    by_step = [counts.by_step for counts in counted if counts.by_step is not None]
+    by_step = [counts.positions for counts in counted if counts.positions is not None]
     return Counts(
         tokens=np.array([float(len(sample.text.anchors)) for sample in chosen]),
         rounds=rounds,
@@ -176,32 +172,23 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     )
 
 
-class _Counted(NamedTuple):
-    """What a server counted of one text."""
+def _within_text(text: Text, answer: Answer, steps: int, stops: Collection[int]) -> Counters:
+    """The counters of an answer that has some, without drafts beyond the end of its ``text``; ``steps`` positions."""
+    counted = answer.counted or Counters()
+    length = len(text.anchors)
+    accepted = counted.accepted or 0
+    if counted.rounds is None:
+        return Counters(rounds=max(1, length - accepted), accepted=accepted)
 
-    rounds: float
-    accepted: float
-    by_step: list[int] | None  # accepted drafts at each step; None where the server does not say
-
-
-def _counted(sample: Sample, steps: int, stops: Collection[int]) -> _Counted | None:
-    """The counters of one text, without drafts beyond its end; None where they are not reported."""
-    answer = sample.answer
-    if answer is None or answer.counted is None or answer.counted.accepted is None:
-        return None
-    accepted = answer.counted.accepted
-    rounds = answer.counted.rounds
-    if rounds is None:
-        return _Counted(max(1, len(sample.text.anchors) - accepted), accepted, None)
-
-    beyond = max(0, accepted - _room(sample.text, answer, rounds, stops))
+    beyond = max(0, accepted - _room(text, answer, counted.rounds, stops))
     accepted -= beyond
-    if answer.counted.positions is None:
-        return _Counted(rounds, accepted, None)
-    by_step = [*answer.counted.positions, *[0] * steps][:steps]
+    if counted.positions is None:
+        return Counters(rounds=counted.rounds, accepted=accepted)
+    by_step = [*counted.positions, *[0] * steps][:steps]
     for step in [step for step, count in enumerate(by_step) if count][::-1][:beyond]:
         by_step[step] -= 1
-    return _Counted(rounds, accepted, by_step if sum(by_step) == accepted else None)
+    positions = tuple(by_step) if sum(by_step) == accepted else None
+    return Counters(rounds=counted.rounds, accepted=accepted, positions=positions)
 
 
 def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> int:
@@ -211,24 +198,19 @@ def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> in
     return max(0, added - rounds + (added > length or text.tokens[-1] in stops))
 
 
-def _likeliest_hits(generator: SpeculativeGenerator, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every token after the prompts: the number of its text, and whether the base finds it likeliest."""
-    rows = []
-    for group in groups([len(text.tokens) for text in texts], BATCH):
-        likeliest = likeliest_of_base(generator.base, [texts[row] for row in group])
-        for row, hits_of_text in zip(group, likeliest.double(), strict=True):
-            part = hits_of_text[max(1, texts[row].prompt_length) - 1 : len(texts[row].tokens) - 1]
-            rows.append((torch.full((len(part),), row), part))
-    text_of, hits = (torch.cat(column) for column in zip(*rows, strict=True))
-    return text_of, hits
-
-
 def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
     """Whether the texts are what this base would write after these prompts."""
-    text_of, hits = _likeliest_hits(generator, [sample.text for sample in chosen])
+    texts = [sample.text for sample in chosen]
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
+    # Of every token after the prompts: the number of its text, and whether the base finds it likeliest.
+    text_of, hits = list[torch.Tensor](), list[torch.Tensor]()
+    for group in groups([len(text.tokens) for text in texts], BATCH):
+        likeliest = likeliest_of_base(generator.base, [texts[row] for row in group])
+        for row, hits_of_row in zip(group, likeliest.double(), strict=True):
+            hits.append(hits_of_row[max(1, texts[row].prompt_length) - 1 : len(texts[row].tokens) - 1])
+            text_of.append(torch.full((len(hits[-1]),), row))
     return TextFit(
         texts=len(chosen),
-        likeliest=estimate_share(text_of, hits),
+        likeliest=estimate_share(torch.cat(text_of), torch.cat(hits)),
         prompts_alike=sum(alike) / len(alike) if alike else None,
     )

@@ -186,16 +186,10 @@ def diagnosis_tables(diagnosis: Diagnosis) -> Iterator[ReportTable]:
         yield ReportTable("Does the pair fit", ("what has to agree", "does", "found"), checks)
     if len(diagnosis.fits) > 1:
         columns = ("fault", "log-likelihood", "behind, a text", "at least", "missing drafts in 100 tokens")
-        rows = [
-            (
-                fit.name,
-                f"{fit.log_likelihood:.1f}",
-                f"{fit.behind:.2f}",
-                format_number(fit.behind_at_least, ".2f"),
-                in_100_tokens(fit),
-            )
-            for fit in diagnosis.fits
-        ]
+        rows = list[tuple[str, ...]]()
+        for fit in diagnosis.fits:
+            leads = (f"{fit.log_likelihood:.1f}", f"{fit.behind:.2f}", format_number(fit.behind_at_least, ".2f"))
+            rows.append((fit.name, *leads, in_100_tokens(fit)))
         yield ReportTable("What the counters are like", columns, rows)
 
 
@@ -204,13 +198,8 @@ def _table_of_drafts(diagnosis: Diagnosis) -> ReportTable:
     rows = list[tuple[str | int, ...]]()
     for side, rates in (("expected", diagnosis.expected), ("served", diagnosis.served)):
         if rates is not None:
-            counts = (
-                side,
-                rates.texts,
-                f"{rates.rounds:.0f}",
-                f"{rates.accepted:.0f}",
-                format_mean(rates.tokens_per_round),
-            )
-            rows.append((*counts, *(map(format_rate, rates.steps) if rates.steps else [DASH] * drafts)))
-    steps = (f"step {index + 1} %" for index in range(drafts))
-    return ReportTable("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *steps), rows)
+            counts = (f"{rates.rounds:.0f}", f"{rates.accepted:.0f}", format_mean(rates.tokens_per_round))
+            steps = map(format_rate, rates.steps) if rates.steps else [DASH] * drafts
+            rows.append((side, rates.texts, *counts, *steps))
+    titles = (f"step {index + 1} %" for index in range(drafts))
+    return ReportTable("Drafts", ("", "texts", "rounds", "accepted", "tokens per round", *titles), rows)
