@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -38,14 +38,7 @@ _MOST_FAILURES = 8  # in a row, after which a server is taken to be gone
 
 
 def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
-    """Measure what ``plan`` asks for, and report after each window of all servers.
-
-    An answer that fails is counted, and its prompt left out. Where more than a few in a row do, or something else ends
-    it, the reporter is told what was measured so far.
-
-    Raises:
-        MtpExtractError: a number is out of bounds, prompts cannot be read, or a server does not answer as it should.
-    """
+    """As :func:`mtp_extract.bench`; more than a few answers in a row that fail end it, too."""
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
     # A prompt that repeats another says nothing new, however often it is asked.
     prompts = list({prompt.key: prompt for prompt in reversed(all_prompts)}.values())[::-1]
@@ -55,10 +48,14 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
             for side, url in (("server", plan.url), ("baseline", plan.baseline))
             if url is not None
         }
-        run = _Run(plan, prompts, servers, reporter)
-        run.warm_up()
+        questions = [
+            question(prompt.content, plan.max_tokens, plan.chat_template, temperature=plan.temperature)
+            for prompt in prompts
+        ]
+        run = _Run(plan, prompts, questions, servers, {side: [] for side in servers})
+        run.warm_up(reporter)
         try:
-            run.ask_all()
+            run.ask_all(reporter)
         except BaseException as error:
             if answered(run.windows["server"]):
                 reporter.measured(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
@@ -72,27 +69,18 @@ class _Run:
 
     plan: BenchPlan
     prompts: Sequence[Prompt]
+    questions: Sequence[Mapping[str, Any]]  # of the prompts
     servers: Mapping[str, Server]  # by side
-    reporter: Reporter
-    windows: dict[str, list[Window]] = field(default_factory=dict)  # by side, those that were measured
-    questions: list[dict[str, Any]] = field(default_factory=list)  # of the prompts
+    windows: dict[str, list[Window]]  # by side, those that were measured
 
-    def __post_init__(self) -> None:
-        plan = self.plan
-        self.windows.update((side, []) for side in self.servers)
-        self.questions.extend(
-            question(prompt.content, plan.max_tokens, plan.chat_template, temperature=plan.temperature)
-            for prompt in self.prompts
-        )
-
-    def warm_up(self) -> None:
+    def warm_up(self, reporter: Reporter) -> None:
         """The first requests, which are not measured: what fails in these fails in all."""
         requests = self.plan.warm_up
         for server in self.servers.values():
-            self.reporter.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
+            reporter.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
             server.ask(self.questions[:requests], self.plan.concurrency)
 
-    def ask_all(self) -> None:
+    def ask_all(self, reporter: Reporter) -> None:
         """Every prompt of every server, window by window.
 
         Raises ServerError: none of a server's answers could be used, or none of the last ones.
@@ -103,7 +91,7 @@ class _Run:
         parts = [range(part, size, count) for part in range(count)]
         order = list(self.servers)
 
-        for part in report_each(parts, self.reporter, "asking", "window"):
+        for part in report_each(parts, reporter, "asking", "window"):
             for side in order:
                 self.windows[side].append(self._window(self.servers[side], part))
                 _check_alive(self.windows[side])
@@ -117,29 +105,23 @@ class _Run:
         before = server.counters()
         started = time.perf_counter()
         results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)
-        wall = time.perf_counter() - started
+        seconds = time.perf_counter() - started
 
         requests = list[Request]()
         failures = list[Failure]()
         for number, result in zip(part, results, strict=True):
-            workload = self.prompts[number].workload
+            prompt = self.prompts[number]
             if isinstance(result, Answer):
-                requests.append(Request(workload, number, result))
+                requests.append(Request(prompt.workload, number, result))
             else:
-                failures.append(Failure(workload, number, str(result)))
+                failures.append(Failure(prompt.workload, number, str(result)))
 
-        counters, is_disturbed = self._count(server, before, requests, has_failures=bool(failures))
-        return Window(requests, wall, counters, is_disturbed, failures)
-
-    def _count(
-        self, server: Server, before: Counters, requests: Sequence[Request], *, has_failures: bool
-    ) -> tuple[Counters, bool]:
-        """What the answers to ``requests`` come to, and whether somebody else moved the server's counters."""
         answers = [request.answer for request in requests]
-        if not has_failures:
-            return server.counted(before, answers, self.plan.max_tokens * len(answers))
+        if not failures:
+            counted = server.counted(before, answers, self.plan.max_tokens * len(answers))
+            return Window(requests, seconds, *counted)
         # Nobody says what part failures have in the page's counters: the answers' own are left.
-        return (counted_in(answers) if answers else Counters()), False
+        return Window(requests, seconds, counted_in(answers) if answers else Counters(), False, failures)
 
     def result(self, ended_early: str | None = None) -> Benchmark:
         """Of all windows so far."""
@@ -218,11 +200,6 @@ def requests_of(windows: Sequence[Window], names: Collection[str]) -> list[Reque
 
 def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
-    return Side(**_speed_of(windows, names), **_drafts_of(windows, names))
-
-
-def _speed_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
-    """Tokens, times and throughput, as a Side has them."""
     requests = requests_of(windows, names)
     is_all = len(requests) == len(answered(windows))
     tokens = total(request.answer.tokens for request in requests)
@@ -231,13 +208,14 @@ def _speed_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, An
     timed = _timed(requests).values()
     counts = [count for count, _ in timed]
     first = [request.answer.first_s for request in requests if request.answer.first_s is not None]
-    return {
-        "tokens": tokens,
-        "tokens_per_s": _figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
-        "output_throughput": tokens / wall if is_all and wall and tokens is not None else None,
-        "ttft_ms": _latency(first),
-        "tpot_ms": _latency([seconds / count for count, seconds in timed]),
-    }
+    return Side(
+        tokens=tokens,
+        tokens_per_s=_figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
+        output_throughput=tokens / wall if is_all and wall and tokens is not None else None,
+        ttft_ms=_latency(first),
+        tpot_ms=_latency([seconds / count for count, seconds in timed]),
+        **_drafts_of(windows, names),
+    )
 
 
 def _drafts_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:

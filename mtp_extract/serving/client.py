@@ -123,7 +123,7 @@ def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock =
 
 
 def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
-    """The answer in ``events``, each with the seconds at which it was whole; the rest as :func:`read_answer` has it."""
+    """As :func:`read_answer`, of ``events`` with the seconds at which each was whole."""
     arrived = _Arrived()
     is_done = False
     for now, data in events:
@@ -135,8 +135,8 @@ def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -
 
     texts = arrived.texts
     tokens = arrived.tokens
-    _check_counts(arrived, asked)
-    first_tokens, unstreamed = _before_text(arrived, tokens)
+    arrived.check_counts(asked)
+    first_tokens, unstreamed = _before_text(arrived)
     return Answer(
         text="".join(texts),
         tokens=tokens,
@@ -151,17 +151,6 @@ def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -
         first_tokens=first_tokens,
         unstreamed=unstreamed,
     )
-
-
-def _check_counts(arrived: _Arrived, asked: int) -> None:
-    """Raise a ServerError where an answer of up to ``asked`` tokens cannot have the counts that came with it."""
-    tokens = arrived.tokens
-    most = asked + _BEYOND_LIMIT
-    # A text is at least one token.
-    is_possible = bool(arrived.texts) <= (1 if tokens is None else tokens) <= most
-    if not is_possible or (arrived.counted and not arrived.counted.possible(most)):
-        counts = f"{tokens} tokens, {arrived.counted}"
-        raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
 
 
 @dataclass
@@ -185,6 +174,15 @@ class _Arrived:
         if self.usage.completion_tokens is None and self.counted:
             return self.counted.tokens
         return self.usage.completion_tokens
+
+    def check_counts(self, asked: int) -> None:
+        """Raise a ServerError where an answer of up to ``asked`` tokens cannot have the counts that came with it."""
+        most = asked + _BEYOND_LIMIT
+        # A text is at least one token.
+        is_possible = bool(self.texts) <= (1 if self.tokens is None else self.tokens) <= most
+        if not is_possible or (self.counted and not self.counted.possible(most)):
+            counts = f"{self.tokens} tokens, {self.counted}"
+            raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
 
     def add(self, event: _Event, now: float) -> None:
         """Add what ``event`` has, which was whole at ``now``; ServerError where it is an error."""
@@ -216,15 +214,13 @@ class _Arrived:
         self.texts.append(text)
 
 
-def _before_text(arrived: _Arrived, tokens: int | None) -> tuple[int | None, bool]:
+def _before_text(arrived: _Arrived) -> tuple[int | None, bool]:
     """Tokens up to the first text, where the server says; and whether there were some whose text was not streamed.
 
     Servers count thoughts that they keep to themselves. They took their time before the first text, so they do not
     belong over the time of the text. A token has at least a byte of text, but for a few marks.
-
-    Args:
-        tokens: of the whole answer, as the server counts.
     """
+    tokens = arrived.tokens
     if not arrived.texts or tokens is None:
         return None, False
     so_far = arrived.usage_at_first.completion_tokens if len(arrived.texts) > 1 else None
@@ -239,16 +235,9 @@ def _before_text(arrived: _Arrived, tokens: int | None) -> tuple[int | None, boo
 def counted_in(answers: Sequence[Answer]) -> Counters:
     """What all of ``answers`` say together; null for what one of them does not."""
     counted = [replace(answer.counted or Counters(), requests=1, tokens=answer.tokens) for answer in answers]
-    columns = zip(
-        *(astuple(counters)[:-1] for counters in counted), strict=True
-    )  # without positions, which no answer has
+    # Without positions, which no answer has.
+    columns = zip(*(astuple(counters)[:-1] for counters in counted), strict=True)
     return Counters(*map(total, columns))  # type: ignore[arg-type]
-
-
-def _filled_from(in_answers: Counters, on_page: Counters) -> Counters:
-    """The counters of the answers, and the page's for those that these do not have."""
-    pairs = zip(astuple(in_answers), astuple(on_page), strict=True)
-    return Counters(*(page_count if count is None else count for count, page_count in pairs))
 
 
 class Server(AbstractContextManager["Server"]):
@@ -319,7 +308,7 @@ class Server(AbstractContextManager["Server"]):
             pairs = [pair for pair in pairs if None not in pair]
             if not pairs:
                 return in_answers, False
-            merged = _filled_from(in_answers, moved)
+            merged = in_answers.filled_from(moved)
             if all(on_page == in_all for on_page, in_all in pairs) and merged.possible(most_tokens):
                 return merged, False
             if time.monotonic() > deadline or any(on_page > in_all for on_page, in_all in pairs):

@@ -83,6 +83,11 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
 
         return Counters(*map(less, astuple(self), astuple(before)))
 
+    def filled_from(self, others: Counters) -> Counters:
+        """These, and of ``others`` those that these do not have."""
+        pairs = zip(astuple(self), astuple(others), strict=True)
+        return Counters(*(other if count is None else count for count, other in pairs))
+
     def possible(self, most_tokens: int) -> bool:
         """Whether answers of at most ``most_tokens`` tokens together can have come to it.
 
@@ -155,8 +160,6 @@ def total(counts: Iterable[int | None]) -> int | None:
     return None if None in listed else sum(filter(None, listed))
 
 
-def at(value: Any, *keys: str) -> Any:
-    """What ``keys`` lead to in nested JSON objects; None where they lead nowhere."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def at(value: Any, key: str) -> Any:
+    """What a JSON object has under ``key``; None of another value, too."""
+    return value.get(key) if isinstance(value, dict) else None
