@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import sleep
 from typing import Any
@@ -20,6 +20,7 @@ from mtp_extract.serving.client import Answer, Server, question, read_answer
 from mtp_extract.serving.counters import Counters, counters_of_answer, counters_of_page
 
 PROMPT = "class Foo(object):"
+RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
@@ -82,7 +83,7 @@ def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None
 
 
 def test_counters_of_the_pages() -> None:
-    """The numbers that stand in the files, over all label sets."""
+    """The numbers that stand in the files, over all label sets; and by how much those of a real vLLM moved."""
     expected = {
         "vLLM": Counters(5, 493, 131, 524, 321, positions=(109, 91, 69, 52)),
         "SGLang": Counters(requests=2, tokens=192, rounds=55),
@@ -90,19 +91,16 @@ def test_counters_of_the_pages() -> None:
     }
     pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
     assert {name: counters_of_page(page) for name, page in pages.items()} == expected
+    before, after = (counters_of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
+    assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
 
-@pytest.mark.parametrize(
-    ("timings", "expected"),
-    [
-        ({"predicted_n": 3, "predicted_ms": 8.5}, Counters(tokens=3, rounds=0, drafted=0, accepted=0)),
-        ({"predicted_n": 3, "draft_n_accepted": 3}, Counters(tokens=3, accepted=3)),
-        ({"predicted_n": 3, "draft_n": 4}, Counters(tokens=3, drafted=4)),
-    ],
-)
-def test_what_is_not_told_is_not_nothing(timings: dict[str, Any], expected: Counters) -> None:
+def test_what_is_not_told_is_not_nothing() -> None:
     """Of drafts, but where none of their counters is there."""
-    assert counters_of_answer(timings, None, None) == expected
+    without = counters_of_answer({"predicted_n": 3, "predicted_ms": 8.5}, None, None)
+    assert without == Counters(tokens=3, rounds=0, drafted=0, accepted=0)
+    for name, ours in (("draft_n_accepted", "accepted"), ("draft_n", "drafted")):
+        assert counters_of_answer({"predicted_n": 3, name: 4}, None, None) == Counters(tokens=3, **{ours: 4})
 
 
 def test_times_are_those_of_arrival() -> None:
@@ -117,15 +115,14 @@ def test_times_are_those_of_arrival() -> None:
     assert (answer.tokens, answer.first_s, answer.seconds) == (3, 1.0, 0.0)
 
 
-def at_a_time(*sizes: int, thoughts: int = 0, **usage: Any) -> list[tuple[float, bytes]]:
+def at_a_time(*sizes: int, thoughts: int = 0, so_far: bool = False, **details: Any) -> list[tuple[float, bytes]]:
     """A text of so many tokens in each event, of four letters each, a second apart, after a second of ``thoughts``."""
     events, sent = list[tuple[float, bytes]](), thoughts
     for number, size in enumerate(sizes):
         sent += size
-        so_far = used(sent) if usage.get("so_far") else {}
-        events.append((11.0 + number, written({"choices": [{"text": "word" * size}], **so_far})))
-    details = {"completion_tokens": sent, **{name: value for name, value in usage.items() if name != "so_far"}}
-    return [*events, (11.0 + len(sizes) - 1, written(FINISHED, {"usage": details}))]
+        event = {"choices": [{"text": "word" * size}]} | (used(sent) if so_far else {})
+        events.append((11.0 + number, written(event)))
+    return [*events, (11.0 + len(sizes) - 1, written(FINISHED, {"usage": {"completion_tokens": sent, **details}}))]
 
 
 @pytest.mark.parametrize(
@@ -197,30 +194,21 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 POSITIONS = (f'{ACCEPTED}_per_pos_total{{position="0"}} 4', f'{ACCEPTED}_per_pos_total{{a="1",position="2"}} 3')
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        # The value of a line stands before its time and its exemplar.
-        (
-            (
-                'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
-                'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
-                "vllm:request_success_total 3 # {} 1 1.5",
-                'vllm:request_success_total{a="} 9',
-                "vllm:request_success_total",
-                "# vllm:request_success_total 5",
-            ),
-            Counters(requests=3, tokens=500),
-        ),
-        ((f"{ACCEPTED}_total 7", *POSITIONS), Counters(accepted=7, positions=(4, 0, 3))),
-    ],
+LINES = (
+    # The value of a line stands before its time and its exemplar.
+    'vllm:generation_tokens_total{model_name="a # } 7 b"} 493 # {trace_id="x"} 1',
+    'vllm:generation_tokens_total{model_name="b\\" } 2"} 7 1795404470000',
+    "vllm:request_success_total 3 # {} 1 1.5",
+    'vllm:request_success_total{a="} 9',
+    "vllm:request_success_total",
+    "# vllm:request_success_total 5",
 )
-def test_lines_of_a_page(lines: Sequence[str], expected: Counters) -> None:
-    assert counters_of_page("\n".join(lines)) == expected
 
 
-def test_counters_move_by_their_difference() -> None:
-    found = Counters(accepted=7, positions=(4, 0, 3))
+def test_lines_of_a_page_and_their_differences() -> None:
+    assert counters_of_page("\n".join(LINES)) == Counters(requests=3, tokens=500)
+    found = counters_of_page("\n".join((f"{ACCEPTED}_total 7", *POSITIONS)))
+    assert found == Counters(accepted=7, positions=(4, 0, 3))
     assert found - Counters(accepted=2, positions=(2,)) == Counters(accepted=5, positions=(2, 0, 3))
     assert found - Counters(accepted=2) == Counters(accepted=5)
 
@@ -233,14 +221,12 @@ def test_the_model_is_chosen(connect: Connect) -> None:
             connect(server.url)
         with pytest.raises(ServerError, match="expected the model x, found") as caught:
             connect(server.url, model="x")
-    assert caught.value.remedies == ("model",)
-
-
-def test_a_model_is_named_where_the_list_has_no_names(connect: Connect, vllm: ModelServer) -> None:
-    vllm.models[:] = [{"object": "model"}]
-    with pytest.raises(ServerError, match=r"expected one model, found none\. Name one"):
-        connect(vllm.url)
-    assert connect(vllm.url, model="mine").model == "mine"
+        assert caught.value.remedies == ("model",)
+        # Where the list has no names, whoever names one knows more.
+        server.models[:] = [{"object": "model"}]
+        with pytest.raises(ServerError, match=r"expected one model, found none\. Name one"):
+            connect(server.url)
+        assert connect(server.url, model="mine").model == "mine"
 
 
 def test_the_key_is_sent_and_shown_to_nobody(
@@ -287,8 +273,7 @@ def body(data: bytes, kind: str = "application/json") -> Callable[[Any], None]:
 
 
 def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
-    data = written(*events) + (b"data: [DONE]\n\n" if end else b"")
-    return lambda handler: handler.answer(200, data, Content_Type="text/event-stream")
+    return body(written(*events) + (b"data: [DONE]\n\n" if end else b""), "text/event-stream")
 
 
 def begun(handler: Any, kind: str, length: int) -> None:
@@ -402,11 +387,8 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
     """None there, of something else, of what is no count, or without end."""
     server = connect(vllm.url)
     other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
-    wrong = [
-        b"vllm:request_success_total " + value
-        for value in (b"NaN", b"-1", b"1e400", b"1.5", b"1_0", "١".encode(), b"\xff\x1b[31m")
-    ]
-    pages = [body(page, "a/b") for page in (other, *wrong)]
+    values = (b"NaN", b"-1", b"1e400", b"1.5", b"1_0", "١".encode(), b"\xff\x1b[31m")
+    pages = [body(page, "a/b") for page in (other, *(b"vllm:request_success_total " + value for value in values))]
     for answer in (status(501), *pages, endless(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
         assert server.counters() == Counters()
@@ -456,9 +438,6 @@ def test_an_answer_that_takes_too_long(
         ask(server)
 
 
-RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
-
-
 @pytest.mark.parametrize(
     ("name", "tokens", "given", "told", "text"),
     [
@@ -475,11 +454,6 @@ def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, told: Counte
         assert (answer.tokens, answer.counted) == (tokens, told)
         assert answer.text.startswith(text) and len(answer.token_ids or ()) == tokens
         assert answer.prompt_tokens == len(answer.prompt_ids or ()) == given
-
-
-def test_counters_of_a_real_vllm() -> None:
-    before, after = (counters_of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
-    assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
 
 def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelServer) -> None:
@@ -517,11 +491,10 @@ def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
     never.set()
 
 
-def test_each_request_has_a_connection_of_its_own() -> None:
+def test_each_request_has_a_connection_of_its_own(connect: Connect, vllm: ModelServer) -> None:
     """One that is kept may be closed as the next request comes, which ended a benchmark, or lost its counts."""
-    found = []
-    with model_server("vLLM") as server, Server(server.url) as client:
-        server.overrides["/metrics"] = lambda handler: found.append(handler.client_address) or handler.json({}, 404)
-        for _ in range(3):
-            client.counters()
+    found, server = [], connect(vllm.url)
+    vllm.overrides["/metrics"] = lambda handler: found.append(handler.client_address) or handler.json({}, 404)
+    for _ in range(3):
+        server.counters()
     assert len(set(found)) == 3
