@@ -9,8 +9,7 @@ import typer
 
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel, call_by_name
-from mtp_extract.cli._reporter import TerminalReporter
-from mtp_extract.cli.terminal import say_report
+from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.validation.plan import MOST_STEPS
 

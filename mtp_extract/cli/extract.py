@@ -10,8 +10,8 @@ import typer
 
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
-from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import found_in, show_written
+from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.errors import escape
 
 

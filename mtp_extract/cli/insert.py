@@ -10,9 +10,8 @@ import typer
 
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import AsJson, call_by_name
-from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import say_proof
-from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import TerminalReporter, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:

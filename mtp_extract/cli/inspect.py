@@ -14,9 +14,8 @@ from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._reporter import TerminalReporter
 from mtp_extract.cli._written import found_in, say_geometry, say_not_proven, say_proof
-from mtp_extract.cli.terminal import say, say_all, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import TerminalReporter, say, say_all, say_notes, size, table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.formats import architecture_in
 

@@ -14,8 +14,7 @@ import typer
 
 from mtp_extract.cli._command import Version, app_of, run
 from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel, call_by_name
-from mtp_extract.cli._reporter import TerminalReporter
-from mtp_extract.cli.terminal import error, say, say_notes, table
+from mtp_extract.cli.terminal import TerminalReporter, error, say, say_notes, table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, Mode, TuningPlan
 

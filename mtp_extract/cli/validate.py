@@ -11,8 +11,7 @@ import typer
 
 from mtp_extract.cli._command import Version, app_of, command_line, run
 from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, call_by_name, whole_numbers
-from mtp_extract.cli._reporter import TerminalReporter
-from mtp_extract.cli.terminal import error, say, say_all, say_notes, table, write_json
+from mtp_extract.cli.terminal import TerminalReporter, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.validation.plan import MOST_STEPS, ValidationPlan
 

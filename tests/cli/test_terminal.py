@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mtp_extract.cli import terminal
-from mtp_extract.cli._reporter import TerminalReporter
+from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.progress import BYTES
 
 HEAD = ("role", "what was found", "n", "why this is so and not otherwise", "name")
