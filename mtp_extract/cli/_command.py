@@ -168,12 +168,10 @@ def run(
 def _handle_signals() -> None:
     """Leave by an exception at Ctrl-C, SIGTERM and SIGHUP, unless the command was started to ignore them."""
     signal.signal(signal.SIGTERM, interrupt)
-    # A terminal that closes; not where `nohup` has it ignored.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, interrupt)
-    # A shell that starts a job in the background has it ignore Ctrl-C.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    # A terminal that closes is ignored under `nohup`, Ctrl-C by a job that a shell starts in the background.
+    for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is usual:
+            signal.signal(number, interrupt)
 
 
 def _status_of(error: Exception, app: typer.Typer) -> int:

@@ -197,7 +197,7 @@ def _room(indent: str = "") -> int:
 
 
 class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
-    """Shows what it is told, as a bar on a terminal, else by a line now and then, until its ``with`` block ends: then nothing is left of the bar."""
+    """Shows what it is told, by a bar on a terminal, else by lines; nothing is left of the bar when its block ends."""
 
     def __init__(self, *, quiet: bool = False, print_result: Callable[[Any], None] = lambda result: None) -> None:
         """Begin to show.

@@ -101,8 +101,10 @@ def _read_sample(
     tokens = reference if answer is None else _tokens(generator, answer, reference)
     if tokens is None:
         return None
-    text = Text((*prompt, *tokens), len(prompt))
-    return Sample(text, answer, _is_alike(here, prompt, answer), without_bos=prompt == here[1:])
+    is_alike = None
+    if answer is not None and (answer.prompt_ids is not None or answer.prompt_tokens is not None):
+        is_alike = prompt == here and answer.prompt_tokens in (None, len(here))
+    return Sample(Text((*prompt, *tokens), len(prompt)), answer, is_alike, without_bos=prompt == here[1:])
 
 
 def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]) -> None:
@@ -115,13 +117,6 @@ def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]
             f"expected a server with tokens below {size}, found {most}: it has another base. Name that one.",
             remedies=("base",),
         )
-
-
-def _is_alike(here: TokenIds, prompt: TokenIds, answer: Answer | None) -> bool | None:
-    """Whether the server read as ``prompt`` what it is ``here``; None where it does not say."""
-    if answer is None or (answer.prompt_ids is None and answer.prompt_tokens is None):
-        return None
-    return prompt == here and answer.prompt_tokens in (None, len(here))
 
 
 def _says_accepted(answer: Answer | None) -> bool:

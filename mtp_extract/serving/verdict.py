@@ -145,7 +145,7 @@ def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator
             "streamed nothing, and sent a JSON object, for {}: they have no tokens/s.",
         ),
         (
-            _came_at_once,
+            lambda answer: answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1,
             "sent all of the text at once for {}, as a proxy that buffers does: they have no tokens/s.",
         ),
         (
@@ -161,10 +161,6 @@ def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator
         if count := sum(map(is_concerned, answers)):
             concerned = f"{count} of {several(len(answers), 'answer')}"
             yield f"{name} {sentence.format(concerned)}"
-
-
-def _came_at_once(answer: Answer) -> bool:
-    return answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1
 
 
 def benchmark_table(benchmark: Benchmark) -> ReportTable:
