@@ -1,13 +1,15 @@
-"""The functions of the package: the commands' arguments, their work, typed results."""
+"""The functions of the package: the commands' arguments, their work, typed results, and the schemas of records."""
 
 from __future__ import annotations
 
 import inspect as python
+import json
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.main import get_command
@@ -16,6 +18,7 @@ import mtp_extract
 from mtp_extract.cli import module_of
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
+from mtp_extract.schemas import RecordName, schema
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
@@ -97,3 +100,19 @@ def test_the_library_does_not_need_the_packages_of_its_commands() -> None:
     names = [f"mtp_extract.{name}" for name in ("api", "options", "bundle", "pipeline.extraction", *plans)]
     code = f"import sys, {', '.join(names)}; assert not {{'click', 'typer', 'rich', 'pydantic'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", get_args(RecordName))
+def test_every_field_says_what_it_means(name: str) -> None:
+    found = schema(name)
+    for kind, part in {name: found, **found["definitions"]}.items():
+        for field, of in part.get("properties", {}).items():
+            assert of.get("description"), f"{kind}.{field} has no comment"
+
+
+def test_a_command_prints_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mtp_extract", "schema", "doctor"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == schema("doctor")

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,7 +45,7 @@ class Mistake:
     what: str  # was done wrong
     line: str  # the command, in ``folder``
     says: str  # what it prints behind "error: "; "…" stands for what is another with another file
-    given: str = ""  # a fixture, for what is so around the command
+    given: str = ""  # a fixture, or one of BESIDE_HUB, for what is so around the command
     status: int = 1  # its exit status; 2 is wrong usage
 
 
@@ -132,28 +132,13 @@ def hub(bare_hub: HubServer, sample: Path) -> tuple[str, str]:  # noqa: F811 - t
     return bare_hub.url(), HUB
 
 
-@pytest.fixture
-def no_token(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    monkeypatch.delenv("HF_TOKEN")
-    return hub
-
-
-@pytest.fixture
-def wrong_token(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    return hub
-
-
-@pytest.fixture
-def offline(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return hub
-
-
-@pytest.fixture
-def no_network(hub: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    return hub
+BESIDE_HUB: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no_token": lambda patch: patch.delenv("HF_TOKEN"),
+    "wrong_token": lambda patch: patch.setenv("HF_TOKEN", "hf_another"),
+    "offline": lambda patch: patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+    "no_network": lambda patch: patch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1"),
+}
+"""What is so beside a Hub."""
 
 
 @pytest.fixture
@@ -191,7 +176,10 @@ def test_what_a_mistake_says(
 ) -> None:
     monkeypatch.chdir(folder)
     # No address that is not of a fixture is to be asked.
-    url, shown = (request.getfixturevalue(mistake.given) if mistake.given else None) or ("", "")
+    fixture = "hub" if mistake.given in BESIDE_HUB else mistake.given
+    url, shown = (request.getfixturevalue(fixture) if fixture else None) or ("", "")
+    if mistake.given in BESIDE_HUB:
+        BESIDE_HUB[mistake.given](monkeypatch)
     before = sorted((path, path.lstat().st_size) for path in folder.rglob("*"))
     program, *arguments = shlex.split(mistake.line.replace(shown or SERVER, url or SERVER))
     try:
