@@ -23,11 +23,8 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # What typer suggests for a misspelt name.
+        # What typer lists, and suggests for a misspelt name.
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return get_command(module_of(cmd_name).app) if cmd_name in COMMANDS else None

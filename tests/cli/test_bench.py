@@ -33,12 +33,6 @@ from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Request, Side, Window
 from mtp_extract.serving.verdict import benchmark_table
 
-
-def raises() -> None:
-    """Ctrl-C, as Python calls its handler between two instructions of the main thread."""
-    threads.interrupt(signal.SIGINT, None)
-
-
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
 TOKENS = 8
 COUNTED = {name: [account(len(words_of(text, TOKENS))) for text in texts] for name, texts in FEW.items()}
@@ -258,13 +252,10 @@ def test_texts_that_part(pair: tuple[ModelServer, ModelServer], prompts: Path) -
     assert (parted[1], parted[0]) == (place, None)
     report = checked(found)
     leaving, ending = report["findings"]
-    assert (
-        leaving
-        == f"the text leaves the baseline's in prompt 2 at character {place + 1}, 4 at character {parted[3] + 1}"
-    )
-    assert ending == (
-        "the text is the baseline's but for its end: prompt 3 goes on after the baseline's end, at token 7 of 8"
-    )
+    places = f"2 at character {place + 1}, 4 at character {parted[3] + 1}"
+    assert leaving == f"the text leaves the baseline's in prompt {places}"
+    end = "3 goes on after the baseline's end, at token 7 of 8"
+    assert ending == f"the text is the baseline's but for its end: prompt {end}"
     assert "in 2 of 5 answers" in report["verdict"]
     # What is drawn at random is not compared.
     drawn = run_benchmark(plan(prompts, server, baseline, temperature=0.7))
@@ -292,10 +283,8 @@ def test_thoughts_that_are_counted_and_not_streamed(prompts: Path, kind: str, de
         server.details = details
         answer = lambda asked: server.plain({**asked, "max_tokens": TOKENS})  # noqa: E731
         server.write = lambda asked: dataclasses.replace(answer(asked), thoughts=THOUGHTS)
-        plain_usage = server.kind
         server.kind = "vLLM" if kind == "unknown" else kind  # so that it says usage
         found = run_benchmark(dataclasses.replace(plan(prompts, server), max_tokens=200))
-        assert plain_usage == kind
     answers = [request.answer for window in found.windows["server"] for request in window.requests]
     for one in answers:
         written = (one.tokens or 0) - THOUGHTS
@@ -318,10 +307,8 @@ def test_answers_without_a_speed_have_a_reason(prompts: Path, monkeypatch: pytes
         server.streams, server.lies = True, dict.fromkeys(FEW["prose"], TOKENS + 1)
         beyond = checked(run_benchmark(plan(prompts, server)))["notes"]
     name = f"{server.url} (llama-server)"
-    assert (
-        f"{name} sent all of the text at once for 5 of 5 answers, as a proxy that buffers does: they have no tokens/s."
-        in at_once
-    )
+    buffered = "sent all of the text at once for 5 of 5 answers, as a proxy that buffers does: they have no tokens/s."
+    assert f"{name} {buffered}" in at_once
     assert f"{name} streamed nothing, and sent a JSON object, for 5 of 5 answers: they have no tokens/s." in no_stream
     assert f"{name} counted one token more than the 8 that were asked for in 2 of 5 answers." in beyond
 
@@ -335,9 +322,7 @@ def test_a_bad_answer_is_counted_and_left_out(pair: tuple[ModelServer, ModelServ
     reason = f"{server.url}: expected /v1/chat/completions, found 500 Internal Server Error: the engine is dead"
     assert report["findings"][0] == f"1 of 5 requests to the server failed, and are left out: {reason} (1 time)"
     assert report["findings"][1].startswith("1 of 5 requests to the baseline failed")
-    (lost,) = (
-        counted["tokens"] for text, counted in zip(FEW["code"], COUNTED["code"], strict=True) if text == "import os"
-    )
+    lost = COUNTED["code"][FEW["code"].index("import os")]["tokens"]
     assert found.total.sides["server"].tokens == summed("tokens") - lost
     assert report["ended_early"] is None
 
@@ -448,8 +433,12 @@ def test_the_command_prints_what_was_measured_until_then(
         server.fails = dict.fromkeys(many[6:], 500)
     else:
         own = Server.try_each
-        # One request warms up.
-        monkeypatch.setattr(Server, "try_each", lambda *given: raises() if len(server.asked) == 7 else own(*given))
+
+        def interrupted(*given: Any) -> Any:
+            # As Python calls its handler between two instructions of the main thread; one request warms up.
+            return threads.interrupt(signal.SIGINT, None) if len(server.asked) == 7 else own(*given)
+
+        monkeypatch.setattr(Server, "try_each", interrupted)
 
     done = run_here("bench", server.url, "--prompts", asked, "--max-tokens", str(TOKENS), "--json")
 
