@@ -7,15 +7,12 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from typer.main import get_command
 
 import mtp_extract
-from mtp_extract.cli import module_of
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
 from mtp_extract.schemas import RecordName, schema
@@ -23,22 +20,6 @@ from mtp_extract.schemas import RecordName, schema
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
 FUNCTIONS = ("bench", "convert", "diagnose", "extract", "insert", "inspect", "open", "tune", "upload", "validate")
-
-
-@pytest.mark.parametrize(
-    ("name", "otherwise"),
-    [
-        ("convert", {"print_json"}),
-        ("extract", {"print_json", "verbose", "sample"}),
-        ("insert", {"print_json"}),
-        ("inspect", {"print_json", "skeleton"}),
-        ("upload", {"repository", *(field.name for field in fields(mtp_extract.CardWords))}),
-    ],
-)
-def test_a_function_has_the_arguments_of_its_command(name: str, otherwise: set[str]) -> None:
-    options = {parameter.name for parameter in get_command(module_of(name).app).params if parameter.expose_value}
-    arguments = set(python.signature(getattr(mtp_extract, name)).parameters)
-    assert options - arguments == otherwise
 
 
 def test_a_bundle_there_and_back(sample: Path, tmp_path: Path) -> None:

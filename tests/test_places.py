@@ -68,9 +68,8 @@ def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
     bundle = Path(shutil.copy(sample, mine / "gemma.litertlm"))
     (mine.parent / "link").symlink_to(bundle)
     before = state(mine)
-    for source in (bundle, mine.parent / "link", mine / ".." / "mine" / "gemma.litertlm"):
-        with pytest.raises(OutputError, match=r"mine: holds .*, which is read"):
-            extract(source, mine, overwrite=True)
+    with pytest.raises(OutputError, match=r"mine: holds .*, which is read"):
+        extract(mine.parent / "link", mine, overwrite=True)
     # Even where the record says that it is its own.
     record = json.loads((mine / "extraction.json").read_text())
     record["files"]["gemma.litertlm"] = {}

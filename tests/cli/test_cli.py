@@ -29,14 +29,9 @@ RUNNER = CliRunner()
 def test_sample_is_one_command(tmp_path: Path) -> None:
     result = run("extract", "--sample", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "section 6, found by model_type" in result.stdout
-    assert "Verified: before rounding, the checkpoint computes what the bundle computes" in result.stdout
     assert len(result.stdout.splitlines()) <= 5
     written = " ".join(sorted(path.name for path in (tmp_path / "sample-mtp-drafter").iterdir()))
     assert written == "README.md config.json extraction.json generation_config.json model.safetensors"
-    again = run("extract", "--sample", cwd=tmp_path)
-    assert (again.returncode, again.stdout, again.stderr.count("error: ")) == (1, "", 1)
-    assert again.stderr.endswith("exists. Replace it, or choose another place (--overwrite, --out).\n")
 
 
 def test_the_sample_is_a_path_for_every_command(tmp_path: Path) -> None:
