@@ -93,10 +93,7 @@ def app_of(
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     decorate = app.command(
-        cls=_Command,
-        context_settings=SETTINGS,
-        epilog=epilog_of(examples),
-        no_args_is_help=no_arguments_is_help,
+        cls=_Command, context_settings=SETTINGS, epilog=epilog_of(examples), no_args_is_help=no_arguments_is_help
     )
     decorate(function)
     return app

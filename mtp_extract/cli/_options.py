@@ -63,8 +63,7 @@ ApiKey = Annotated[
     ),
 ]
 ServedModel = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Name of the model on the server; needed if it serves several."),
+    str | None, typer.Option(metavar="NAME", help="Name of the model on the server; needed if it serves several.")
 ]
 Prompts = Annotated[
     Path | None,
@@ -75,8 +74,7 @@ Device = Annotated[
     typer.Option("--device", metavar="DEVICE", help="Device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs."),
 ]
 ChatTemplate = Annotated[
-    bool,
-    typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one."),
+    bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that mtp-extract wrote there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]

@@ -26,10 +26,7 @@ def bench_command(
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, metavar="X", help="Temperature; at 0 texts are compared.")] = 0.0,
     concurrency: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Requests in flight at a time.")] = 1,
-    chat_template: Annotated[
-        bool,
-        typer.Option(help="Send prompts as chats, or as text to be continued."),
-    ] = True,
+    chat_template: Annotated[bool, typer.Option(help="Send prompts as chats, or as text to be continued.")] = True,
     print_json: AsJson = False,
     version: Version = False,
 ) -> None:

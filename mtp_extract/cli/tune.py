@@ -38,8 +38,7 @@ def tune_command(
         typer.Option("-o", "--out", metavar="DIR", help="Where the result goes; by default DIR-tuned or MODEL-eagle3."),
     ] = None,
     work: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work."),
+        Path | None, typer.Option(metavar="DIR", help="Keep text, state and log here, to resume; by default OUT.work.")
     ] = None,
     mode: Annotated[
         Mode,
@@ -49,8 +48,7 @@ def tune_command(
         ),
     ] = "norms",
     prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours."),
+        Path | None, typer.Option(metavar="FILE", help="Prompts of your workload, as .txt or .jsonl; by default ours.")
     ] = None,
     text: Annotated[
         Path | None,
@@ -69,17 +67,14 @@ def tune_command(
     chat_template: Annotated[bool, typer.Option(help="Put prompts into the base's chat format.")] = True,
     draft_steps: Annotated[int, typer.Option(min=1, metavar="N", help="Drafts a round to train for.")] = 3,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600."),
+        int | None, typer.Option(min=1, metavar="N", help="Optimizer steps; by default 500, eagle3 300, ordered 600.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts a step, of all processes together.")] = 16,
     learning_rate: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="X", help="Rate; by default the mode's own, by width."),
+        float | None, typer.Option(min=0, metavar="X", help="Rate; by default the mode's own, by width.")
     ] = None,
     draft_vocab: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Tokens that an eagle3 head can propose, the most frequent ones."),
+        int, typer.Option(min=1, metavar="N", help="Tokens that an eagle3 head can propose, the most frequent ones.")
     ] = 32000,
     device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Save the result even if it is not better.")] = False,

@@ -40,8 +40,7 @@ def upload_command(
         bool, typer.Option("--dry-run", help="Check and list what would be sent, with sizes and hashes; send nothing.")
     ] = False,
     license: Annotated[  # noqa: A002 - the field's name
-        str | None,
-        typer.Option(metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …"),
+        str | None, typer.Option(metavar="ID", help="Licence for the card, as the Hub calls it: apache-2.0, gemma, …")
     ] = None,
     base_model: Annotated[
         str | None, typer.Option(metavar="ORG/NAME", help="The base's id on the Hub, for the card.")

@@ -29,8 +29,7 @@ def validate_command(
     ] = None,
     base: Annotated[str | None, BASE] = None,
     beside: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Another drafter of that base, to measure on the same texts."),
+        Path | None, typer.Option(metavar="DIR", help="Another drafter of that base, to measure on the same texts.")
     ] = None,
     source: Annotated[
         str | None,
@@ -39,8 +38,7 @@ def validate_command(
     sample: Annotated[bool, typer.Option("--sample", help="Validate the sample that comes with mtp-extract.")] = False,
     prompts: Prompts = None,
     draft_steps: Annotated[
-        str,
-        typer.Option(metavar="K,…", help=f"Numbers of drafts a round, up to {MOST_STEPS}."),
+        str, typer.Option(metavar="K,…", help=f"Numbers of drafts a round, up to {MOST_STEPS}.")
     ] = "1,2,4,8",
     trees: Annotated[
         list[str] | None,
@@ -56,8 +54,7 @@ def validate_command(
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts at a time.")] = 16,
     chat_template: ChatTemplate = True,
     report: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write report.html, report.json and pair.json there."),
+        Path | None, typer.Option(metavar="DIR", help="Write report.html, report.json and pair.json there.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older report.")] = False,
     print_json: AsJson = False,
