@@ -17,6 +17,7 @@ from mtp_extract.graph.forms import (
     Cache,
     Form,
     Operand,
+    ReadGraph,
     ScoreRows,
     ScoreView,
     broadcast_shape,
@@ -25,7 +26,6 @@ from mtp_extract.graph.forms import (
 from mtp_extract.graph.guards import output_guard
 from mtp_extract.graph.mask_trees import SlotWindow
 from mtp_extract.graph.queries import compute_query, move_queries, query_terms
-from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.scores import compute_scores, multiply_keys, place_window
 from mtp_extract.graph.views import Along
 from mtp_extract.litertlm.storage import FLOAT_TYPES

@@ -35,7 +35,7 @@ from mtp_extract.graph.blocks import Blocks, Norm
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
-from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.forms import ReadGraph
 from mtp_extract.graph.reading import read_graph
 from mtp_extract.graph.roles import FoundRole, OtherConstant, activation_of, in_order, set_aside
 from mtp_extract.litertlm.storage import NUMBER_TYPES

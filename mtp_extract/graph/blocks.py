@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Expr, Term
 from mtp_extract.graph.flat import Value
-from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.forms import ReadGraph
 from mtp_extract.graph.roles import FoundRole, activation_of
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor

@@ -12,8 +12,7 @@ from mtp_extract.graph.call import Call, axis_of, ints
 from mtp_extract.graph.evaluate import moved
 from mtp_extract.graph.expressions import Ids, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node
-from mtp_extract.graph.forms import Cache, CacheAxes, Operand, ScoreView, broadcast_shape, operand_shape
-from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.forms import Cache, CacheAxes, Operand, ReadGraph, ScoreView, broadcast_shape, operand_shape
 from mtp_extract.graph.views import Label, View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 

@@ -27,11 +27,10 @@ from mtp_extract.graph.call import activation_scale, computing
 from mtp_extract.graph.evaluate import inputs_of
 from mtp_extract.graph.expressions import Expr
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.forms import Attention, heads_and_width
+from mtp_extract.graph.forms import Attention, ReadGraph, heads_and_width
 from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import caches_of, is_mask
-from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.reading import read_graph
 from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, set_aside
 from mtp_extract.graph.rotation import Rotation, rotation_of

@@ -13,16 +13,18 @@ Operators that move elements keep the form. What is done to a score on its way t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.expressions import Doubles, Expr, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import Value
+from mtp_extract.errors import MtpExtractError, UnsupportedError
+from mtp_extract.graph.expressions import Doubles, Expr, Expressions, Ids, Term, UnreadableError
+from mtp_extract.graph.flat import FlatGraph, Node, Value
 from mtp_extract.graph.mask_trees import Clipped, MaskTree, MaskValue, Score, SlotWindow
+from mtp_extract.graph.positions import Positions
 from mtp_extract.graph.views import View
 
 _MOST_TERMS = 64
@@ -228,3 +230,54 @@ def operand_shape(operand: Operand) -> tuple[int, ...]:
 def broadcast_shape(operands: Sequence[Operand]) -> tuple[int, ...]:
     """The shape that ``operands`` have together."""
     return np.broadcast_shapes(*map(operand_shape, operands))
+
+
+# What has been read of a graph: the form of each value, and where expressions and attentions stand.
+
+
+@dataclass(eq=False)
+class ReadGraph:
+    """What every value of ``graph`` is, as far as it was read.
+
+    Attributes:
+        strict: whether what cannot be read is refused. If not, it is an expression "unread", and attentions are such.
+        forms: by ``id`` of a value, its form; constants that were asked for are among them.
+        first: expression → the first value that is all of it, and the factor there.
+        scaled: expression → values that are all of it times constants, in the order of the graph.
+        products: expression of a product with a matrix → its operator.
+        attentions: expression of what heads mixed → how.
+        rounded: activations that the file holds in other types than FLOAT32, and weights that an operator rounds.
+        current: the operator that is being read, or was when it was refused; None where all were read.
+        refusal: why the reading ended before the last operator; None where it did not.
+    """
+
+    graph: FlatGraph
+    strict: bool = True
+    expressions: Expressions = field(default_factory=Expressions)
+    forms: dict[int, Form] = field(default_factory=dict)
+    first: dict[Expr, tuple[Value, float]] = field(default_factory=dict)
+    scaled: dict[Expr, list[tuple[Term, Value]]] = field(default_factory=dict)
+    products: dict[Expr, Node] = field(default_factory=dict)
+    attentions: dict[Expr, Attention] = field(default_factory=dict)
+    rounded: list[Value] = field(default_factory=list)
+    current: Node | None = None
+    refusal: MtpExtractError | None = None
+
+    @cached_property
+    def positions(self) -> Positions:
+        """What the position alone decides, and the slots of the caches.
+
+        Raises:
+            UnsupportedError: caches have more slots than any of a drafter.
+        """
+        return Positions(self.graph)
+
+    def require_all(self) -> ReadGraph:
+        """Itself, read to its end.
+
+        Raises:
+            MtpExtractError: its ``refusal``.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        return self

@@ -10,8 +10,7 @@ from mtp_extract.graph.call import holds_codes
 from mtp_extract.graph.evaluate import inputs_of, moved
 from mtp_extract.graph.expressions import Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, Node, Value
-from mtp_extract.graph.forms import Operand, QueryTerms, broadcast_shape
-from mtp_extract.graph.read_graph import ReadGraph
+from mtp_extract.graph.forms import Operand, QueryTerms, ReadGraph, broadcast_shape
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 

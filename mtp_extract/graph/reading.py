@@ -30,11 +30,10 @@ from mtp_extract.graph.call import (
 from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Expressions, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, source_through
-from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ScoreView, operand_shape
+from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, operand_shape
 from mtp_extract.graph.matrices import PRODUCT, product_of, weight_of
 from mtp_extract.graph.operands import check_operands, data_operands
 from mtp_extract.graph.positions import caches_of
-from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType

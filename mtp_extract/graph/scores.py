@@ -13,7 +13,7 @@ from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, ints
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.expressions import Ids, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import Cache, Operand, QueryTerms, ScoreRows, ScoreView, broadcast_shape
+from mtp_extract.graph.forms import Cache, Operand, QueryTerms, ReadGraph, ScoreRows, ScoreView, broadcast_shape
 from mtp_extract.graph.mask_trees import (
     SCORE,
     Add,
@@ -26,7 +26,6 @@ from mtp_extract.graph.mask_trees import (
     Select,
     SlotWindow,
 )
-from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
 

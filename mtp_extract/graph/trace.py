@@ -9,9 +9,8 @@ from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.graph.drafter import DrafterWalk, read_drafter
 from mtp_extract.graph.expressions import Expr, Term, times
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
-from mtp_extract.graph.forms import Cache, Form, QueryTerms, ScoreView
+from mtp_extract.graph.forms import Cache, Form, QueryTerms, ReadGraph, ScoreView
 from mtp_extract.graph.mask_trees import Score
-from mtp_extract.graph.read_graph import ReadGraph
 from mtp_extract.graph.roles import FoundRole
 
 REFUSED, NOT_NEEDED = "refused", "not needed"
