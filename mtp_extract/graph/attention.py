@@ -4,31 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
-from mtp_extract.graph.caches import CacheMatrix, cache_matrix, move_view, scale_cache, slice_view
-from mtp_extract.graph.call import CONVERSIONS, SELECTIONS, Call, activation_scale, keeps_numbers
-from mtp_extract.graph.evaluate import LAYOUT
+from mtp_extract.graph.call import (
+    CONVERSIONS,
+    NUMPY_TYPES,
+    SELECTIONS,
+    Call,
+    activation_scale,
+    axis_of,
+    has_few_bits,
+    ints,
+    keeps_numbers,
+)
+from mtp_extract.graph.evaluate import LAYOUT, moved
 from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import Node, Value
+from mtp_extract.graph.flat import Depends, Node, Value, ancestors
 from mtp_extract.graph.forms import (
     Attention,
     Cache,
     Form,
     Operand,
+    OutputGuard,
     ReadGraph,
     ScoreRows,
     ScoreView,
     broadcast_shape,
     heads_and_width,
+    operand_shape,
 )
-from mtp_extract.graph.guards import output_guard
-from mtp_extract.graph.mask_trees import SlotWindow
-from mtp_extract.graph.queries import compute_query, move_queries, query_terms
-from mtp_extract.graph.scores import compute_scores, multiply_keys, place_window
-from mtp_extract.graph.views import Along
+from mtp_extract.graph.mask_trees import MaskValue, SlotWindow
+from mtp_extract.graph.scores import (
+    CacheMatrix,
+    cache_matrix,
+    compute_query,
+    compute_scores,
+    move_queries,
+    multiply_keys,
+    place_window,
+    query_terms,
+)
+from mtp_extract.graph.views import Along, View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.tflite import Tensor
+
+_Viewed = TypeVar("_Viewed", bound=Cache | ScoreView)
+_ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
 
 
 def read_inside(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
@@ -47,7 +70,7 @@ def _compute(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> For
         return _multiply(reading, node, *operands)
     first = next((operand for operand in operands if isinstance(operand, Cache | ScoreView)), None)
     if isinstance(first, Cache):
-        return scale_cache(reading, node, first, operands)
+        return _scale_cache(reading, node, first, operands)
     if isinstance(first, ScoreView):
         return compute_scores(reading, node, operands)
     if node.kind in SELECTIONS:
@@ -65,11 +88,11 @@ def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[
         raise UnreadableError("hands codes on with another scale")
     first = operands[places[0]]
     if isinstance(first, Cache | ScoreView) and node.kind == "SLICE":
-        return (slice_view(reading, node, first),)
+        return (_slice_view(reading, node, first),)
     if any(value is not None and value.depends for i, value in enumerate(node.inputs) if i not in places):
         raise UnreadableError("chooses elements by what is computed")
     if isinstance(first, Cache | ScoreView):
-        return (move_view(reading.graph, node, first),)
+        return (_move_view(reading, node, first),)
     return move_queries(reading, node, (operands[place] for place in places))
 
 
@@ -99,6 +122,64 @@ def _multiply(reading: ReadGraph, node: Node, first: Operand, cache: Operand) ->
         return _mix(reading, first, cache, flips_weights=flips, flips_values=flips_cache)
     query = query_terms(reading, first)
     return multiply_keys(reading, query, cache, flips_query=flips, flips_keys=flips_cache)
+
+
+# Caches and scores, moved about and scaled.
+
+
+def _move_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
+    """A cache or scores with the axes in another order, joined, split, repeated, or some elements chosen."""
+    kind = node.kind
+    view = form.view
+    if kind in ("RESHAPE", "SQUEEZE", "EXPAND_DIMS"):
+        # Sizes alone: NumPy reshapes a view of one byte.
+        (reshaped,) = moved(reading.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
+        return replace(form, view=view.reshaped(reshaped.shape))
+    if kind not in ("TRANSPOSE", "BROADCAST_TO", "GATHER"):
+        raise UnreadableError("moves elements of a cache or of scores otherwise than a drafter does")
+    numbers = reading.graph.integers(node.operand(1))
+    if kind == "TRANSPOSE":
+        return replace(form, view=view.transposed(ints(numbers)))
+    if kind == "BROADCAST_TO":
+        return replace(form, view=view.broadcast(ints(numbers)))
+    axis, batch = (Call(reading.graph, node).option(slot, "i") for slot in (0, 1))
+    if batch or len(node.operand(1).tensor.shape) != 1:
+        raise UnreadableError("chooses otherwise in each batch, or makes axes")
+    return replace(form, view=view.picked(axis_of(axis, len(view.shape)), numbers))
+
+
+def _slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
+    """SLICE, from where a constant or the position says: whole axes, and some slots."""
+    if node.operand(1).depends & ~Depends.POSITION or node.operand(2).depends:
+        raise UnreadableError("chooses elements by what is computed")
+    begins = reading.positions.table(node.operand(1))
+    sizes = reading.graph.integers(node.operand(2)).tolist()
+    view = form.view
+    for axis, (begin, size, length) in enumerate(zip(begins.T, sizes, view.shape, strict=True)):
+        if not ((begin >= 0) & (begin + size <= length)).all():
+            raise UnreadableError("takes elements that its operand lacks")
+        view = _slice_axis(reading, view, axis, begin, size)
+    if isinstance(form, ScoreView) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
+        raise UnreadableError(f"takes some {form.stage} scores by the position")
+    return replace(form, view=view)
+
+
+def _slice_axis(reading: ReadGraph, view: View, axis: int, begin: Ids, size: int) -> View:
+    """``size`` indices of an axis, from where ``begin`` says by position."""
+    if (begin == begin[0]).all():
+        return view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
+    return view.window(axis, size, reading.positions.window(begin))
+
+
+def _scale_cache(reading: ReadGraph, node: Node, cache: Cache, operands: Sequence[Operand]) -> Cache:
+    """A cache times a number: of codes, the scale."""
+    at = next((i for i, operand in enumerate(operands) if operand is not cache), 0)
+    number = reading.expressions.number_of(operands[at])
+    makes_floats = node.outputs[0].tensor.type in FLOAT_TYPES
+    is_scaled = len(operands) == 2 and (node.kind == "MUL" or (node.kind == "DIV" and at == 1))
+    if not (number and makes_floats and is_scaled) or operand_shape(cache) != broadcast_shape(operands):
+        raise UnreadableError("computes something of a cache")
+    return replace(cache, factor=cache.factor * number if node.kind == "MUL" else cache.factor / number)
 
 
 # What heads mix.
@@ -175,6 +256,9 @@ def _mixed(reading: ReadGraph, attention: Attention, size: int) -> Expr:
     return expr
 
 
+# Output guards.
+
+
 def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
     """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.slots` decides which it chooses."""
     condition, *branches = operands
@@ -192,5 +276,41 @@ def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
         raise UnreadableError("repeats what heads mixed")
     if node.kind == "SELECT" and len(condition.tensor.shape) != term.ids.ndim:
         raise UnreadableError("chooses whole rows")
-    guard = output_guard(reading.graph, reading.positions.slots, condition, keeps=keeps)
-    return replace(term, expr=_mixed(reading, replace(attention, guard=guard), term.expr.size))
+    guarded = replace(attention, guard=_output_guard(reading, condition, keeps=keeps))
+    return replace(term, expr=_mixed(reading, guarded, term.expr.size))
+
+
+def _output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> OutputGuard:
+    """The guard that chooses by ``condition``, which must be computed of one reduction over all slots and of constants;
+    ``keeps`` is the truth that chooses what heads mixed.
+    """
+    if condition.depends & Depends.DATA:
+        raise UnreadableError("chooses by what is computed of activations or caches")
+    reductions = [(v, v.producer) for v in ancestors(condition) if v.producer and v.producer.kind in _ANY_SLOT]
+    if len(reductions) != 1:
+        raise UnreadableError(
+            f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
+        )
+    ((reduced, node),) = reductions
+    # What decides the condition beside the reduction.
+    others = (value for value in ancestors(condition, frozenset([id(reduced)])) if value.producer is None)
+    if any(value.depends for value in others):
+        raise UnreadableError("chooses by more than whether any slot is shown")
+    mask = node.operand(0)
+    _check_reduction(reading, node, mask.tensor, reduced.tensor)
+    return OutputGuard(condition, reduced, MaskValue(mask, len(mask.tensor.shape) - 1), keeps)
+
+
+def _check_reduction(reading: ReadGraph, node: Node, mask: Tensor, reduced: Tensor) -> None:
+    """Check that ``node`` reduces a mask over all slots, into a tensor of the shape and type that its readers see."""
+    rank = len(mask.shape)
+    stated = [] if node.operand(1).depends else ints(reading.graph.integers(node.operand(1)))
+    axes = {axis_of(axis, rank) for axis in stated}
+    if mask.shape[-1:] != (reading.positions.slots,) or rank - 1 not in axes:
+        raise UnreadableError("chooses by some slots of a mask alone")
+    keeps_axes = bool(Call(reading.graph, node).option(0, "?", False))
+    sizes = (1 if axis in axes else size for axis, size in enumerate(mask.shape) if keeps_axes or axis not in axes)
+    if tuple(sizes) != tuple(reduced.shape):
+        raise UnreadableError(f"chooses by {reduced.label}, which has another shape: the file is damaged")
+    if mask.type != reduced.type or reduced.type not in NUMPY_TYPES or has_few_bits(mask):
+        raise UnreadableError(f"chooses by a mask of {mask.type_name}")

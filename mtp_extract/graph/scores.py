@@ -1,19 +1,27 @@
-"""From scores to weights: what masks, windows and a softmax make of query · K."""
+"""From queries to weights: queries are moved, scaled and rotated; masks, windows and a softmax follow query · K."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.graph.caches import cache_matrix
-from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, ints
-from mtp_extract.graph.evaluate import evaluate
-from mtp_extract.graph.expressions import Ids, UnreadableError
-from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.forms import Cache, Operand, QueryTerms, ReadGraph, ScoreRows, ScoreView, broadcast_shape
+from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, holds_codes, ints
+from mtp_extract.graph.evaluate import evaluate, inputs_of, moved
+from mtp_extract.graph.expressions import Ids, Term, UnreadableError
+from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
+from mtp_extract.graph.forms import (
+    Cache,
+    CacheAxes,
+    Operand,
+    QueryTerms,
+    ReadGraph,
+    ScoreRows,
+    ScoreView,
+    broadcast_shape,
+)
 from mtp_extract.graph.mask_trees import (
     SCORE,
     Add,
@@ -48,6 +56,113 @@ _STAGES: dict[tuple[str | float | None, ...], str] = {
     ("SELECT_V2", "none", 0.0, "weights"): "weights",
 }
 """An operator, and of its operands the stages and numbers (None: axes) → the stage of its result."""
+
+
+# Queries.
+
+
+def query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
+    """Elements of a query."""
+    if isinstance(operand, QueryTerms):
+        return operand
+    if not isinstance(operand, Term) or reading.expressions.is_constant(operand):
+        raise UnreadableError("brings a query together with something else")
+    query, element = reading.expressions.origin(operand.expr, operand.ids)
+    number = np.full((*element.shape, 1), operand.factor)
+    return QueryTerms.of(query, number, element[..., None], np.zeros(number.shape, np.int64))
+
+
+def move_queries(reading: ReadGraph, node: Node, operands: Iterable[Operand]) -> tuple[QueryTerms, ...]:
+    """Elements of one query, moved, split or joined."""
+    queries = [query_terms(reading, operand) for operand in operands]
+    query = queries[0].query
+    if any(part.query is not query for part in queries):
+        raise UnreadableError("joins elements of different queries")
+    terms = max(part.number.shape[-1] for part in queries)
+    records = moved(reading.graph, node, (part.with_terms(terms).terms for part in queries))
+    return tuple(QueryTerms(query, each) for each in records)
+
+
+def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> QueryTerms:
+    """Sums of elements of one query; products with numbers, and once with what the position decides."""
+    shape = broadcast_shape(operands)
+    is_constant = reading.expressions.is_constant
+    places = [i for i, each in enumerate(operands) if not isinstance(each, Value) and not is_constant(each)]
+    queries = [query_terms(reading, operands[place]) for place in places]
+    if node.kind == "NEG" and len(queries) == 1:
+        return queries[0].times(-1.0)
+    if node.kind in ("ADD", "SUB") and len(queries) == 2:
+        first, other = queries
+        if first.query is not other.query or first.terms.shape != other.terms.shape:
+            raise UnreadableError("adds elements of different queries")
+        return first.plus(other.times(-1.0) if node.kind == "SUB" else other)
+    is_product = node.kind == "MUL" or (node.kind == "DIV" and places == [0])
+    if len(queries) != 1 or len(operands) != 2 or not is_product:
+        raise UnreadableError("computes something of a query")
+    repeated = QueryTerms(queries[0].query, np.broadcast_to(queries[0].terms, shape))
+    factor = operands[1 - places[0]]
+    if isinstance(factor, Value):
+        return _rotate(reading, node.kind, repeated, factor)
+    assert isinstance(factor, Term)
+    numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, factor), shape)[..., None]
+    scaled = repeated.times(numbers if node.kind == "MUL" else 1 / numbers)
+    if not np.isfinite(scaled.number).all():
+        raise UnreadableError("multiplies a query by what is no number")
+    return scaled
+
+
+def _rotate(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
+    """``query``, each element times that of ``table`` beside it."""
+    if holds_codes(table.tensor):
+        raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
+    is_table = table.depends == Depends.POSITION and table.tensor.type in FLOAT_TYPES
+    if kind == "DIV" or not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
+        raise UnreadableError("brings a query together with something else than one table of the position")
+    by: Ids = np.broadcast_to(reading.positions.elements(table), query.terms.shape)[..., None]
+    return QueryTerms.of(query.query, query.number, query.element, np.broadcast_to(by, query.by.shape))
+
+
+# Scores, up to the weights.
+
+
+@dataclass(frozen=True)
+class CacheMatrix:
+    """A cache as a product takes it: ``[*batch, slots, dimensions]``, or the last two the other way round.
+
+    Attributes:
+        axes: of the input.
+        heads: ``[*batch]``, the KV head.
+        slots, dimensions: which of the input they are.
+        window: the table that says, by position, at which slot they begin; None for slots that stay.
+    """
+
+    axes: CacheAxes
+    heads: Ids
+    slots: Ids
+    dimensions: Ids
+    window: int | None
+
+
+def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axis: int) -> CacheMatrix:
+    """``cache`` as a matrix a KV head, whose last two axes run along slots and dimensions."""
+    view = cache.view
+    dimensions = view.along(dimension_axis)
+    slots = view.along(slot_axis)
+    batch = range(len(view.axes) - 2)
+    head_labels = view.running(batch)
+    slot, dimension = slots.label, dimensions.label
+    if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
+        raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
+    if head_labels & {slot, dimension} or len(head_labels) > 1:
+        raise UnreadableError(f"takes {cache.name} otherwise than by KV heads, slots and dimensions")
+
+    head = next((int(label) for label in head_labels), None)
+    shape = reading.graph.inputs[cache.name].tensor.shape
+    others = {size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)}
+    if shape[slot] != reading.positions.slots or not others <= {1} or not set(view.starts) <= {slot}:
+        raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
+    heads = np.zeros(view.shape[:-2], np.int64) if head is None else view.places(batch, head)
+    return CacheMatrix((head, slot, dimension), heads, slots.places, dimensions.places, slots.window)
 
 
 def multiply_keys(
@@ -91,7 +206,8 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
         raise UnreadableError("brings a score together with a query or a cache")
     if node.kind == "SOFTMAX":
         return _softmax(reading, node, rows[0])
-    stage = _next_stage(reading, node, operands)
+    stages = (each.stage if isinstance(each, ScoreView) else reading.expressions.number_of(each) for each in operands)
+    stage = _STAGES.get((node.kind, *stages))
     if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
         return _mask(reading, node, operands, rows)
     if stage is None:
@@ -104,13 +220,6 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
     if any(row is not widest and not _same_rows(widest, row) for row in rows):
         raise UnreadableError("brings scores and a number of other rows together")
     return replace(widest, stage=stage)
-
-
-def _next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
-    """The stage of what a softmax that is spelled out computes; None where it is no part of one."""
-    number_of = reading.expressions.number_of
-    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
-    return _STAGES.get((node.kind, *stages))
 
 
 def _same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
