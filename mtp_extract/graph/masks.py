@@ -1,15 +1,20 @@
 """What mask inputs and positions make of the masks of an attention, case by case.
 
 A mask acts slot by slot: no operator may bring two slots together, so what mask inputs hold at a slot are all the cases
-that there are.
+that there are. A row is what a mask is at one position. Where everything that leads to a mask is a function of *slot
+less position*, of a mask input at the slot, or of neither, the row of the next position is the same, one slot further
+on: so the first and the last row show all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.call import NUMPY_TYPES, Array, refused
@@ -19,6 +24,7 @@ from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, V
 from mtp_extract.graph.forms import Attention, OutputGuard
 from mtp_extract.graph.mask_trees import Bools, Cases, SlotWindow
 from mtp_extract.graph.positions import Positions, fill_input
+from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
 HIDDEN_BY_FLOATS: dict[TensorType | None, float] = {
@@ -27,6 +33,34 @@ HIDDEN_BY_FLOATS: dict[TensorType | None, float] = {
 }
 """What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
 _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
+_COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
+_INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
+_MOST_NUMBERS = 64
+
+
+class Line(NamedTuple):
+    """``position · p + slot · s`` + a number that is the same at all positions and slots.
+
+    Comparing two gives a function of *slot less position* where the slopes of their difference cancel out.
+    """
+
+    position: float
+    slot: float
+
+    @property
+    def shifts(self) -> bool:
+        """Whether it is a function of *slot less position*."""
+        return self == SHIFTED or self.position + self.slot == 0
+
+    def plus(self, other: Line, sign: int) -> Line:
+        return Line(self.position + sign * other.position, self.slot + sign * other.slot)
+
+
+UNIFORM = Line(0, 0)
+"""A number that is the same at all positions and slots."""
+
+SHIFTED = Line(-math.inf, math.inf)
+"""Any function of *slot less position* and of a mask input at the slot."""
 
 
 class Masks:
@@ -36,6 +70,7 @@ class Masks:
         self.graph = graph
         self.positions = positions
         self.slots = positions.slots
+        self._lines: dict[int, Line | None] = {}
 
     def window(self, attention: Attention) -> int | None:
         """How many slots the last query sees where mask inputs hide none; None for all."""
@@ -67,23 +102,21 @@ class Masks:
         a mask input that it does not name shows all."""
         values = attention.mask_values
         contents = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
-        inputs = self._inputs(inputs_of(values), at, contents)
-        for value in values:
-            self._check_slot_by_slot(value)
+        needed = inputs_of(values)
+        inputs = self.positions.fed(needed, at)
+        inputs |= {name: self._filled(name, contents[name], at.size) for name in needed & set(contents)}
+        self._check_slot_by_slot(values)
         arrays = evaluate(self.graph, inputs, values) if values else []
         numbers = {id(value): array for value, array in zip(values, arrays, strict=True)}
         within = {window: self._within(window, at, free.get(window)) for window in attention.all_windows}
         return Cases(at, self.slots, contents, numbers, within)
 
-    def _inputs(self, names: frozenset[str], at: Ids, contents: Mapping[str, Bools]) -> dict[str, Array]:
-        """The inputs ``names`` at positions ``at``, as runtimes fill them where masks show what ``contents`` says."""
-        inputs = self.positions.fed(names, at)
-        for name in names & set(contents):
-            value = self.graph.inputs[name]
-            rows = np.broadcast_to(contents[name], (at.size, self.slots))
-            hidden = HIDDEN_BY_FLOATS.get(value.tensor.type)
-            inputs[name] = fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
-        return inputs
+    def _filled(self, name: str, content: Bools, samples: int) -> Array:
+        """The mask input ``name``, as runtimes fill it where it shows slots or not, as ``content`` says."""
+        value = self.graph.inputs[name]
+        rows = np.broadcast_to(content, (samples, self.slots))
+        hidden = HIDDEN_BY_FLOATS.get(value.tensor.type)
+        return fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
 
     def _within(self, window: SlotWindow, at: Ids, free: Bools | None) -> Bools:
         """Whether slots are in ``window`` at positions ``at``, as the position or ``free`` says."""
@@ -100,35 +133,111 @@ class Masks:
         (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): largest_shown})
         return np.asarray(condition == guard.keeps)
 
-    def _check_slot_by_slot(self, start: Value) -> None:
-        """Check that on the way to ``start`` no operator brings slots of a mask together, or moves them.
-
-        Raises:
-            UnsupportedError: one does.
-        """
-        for value in ancestors(start):
+    def _check_slot_by_slot(self, masks: Sequence[Value]) -> None:
+        """Check that on the way to ``masks`` no operator brings slots of a mask together, or moves them."""
+        for value in itertools.chain.from_iterable(map(ancestors, masks)):
             node = value.producer
             if not value.depends & Depends.MASK:
                 continue
-            if not is_by_slot(value, self.slots):
+            if not self._is_by_slot(value):
                 raise UnsupportedError(f"{value.label} is a mask whose last axis is not that of the slots.")
-            if node is not None and not (node.kind in ELEMENTWISE or keeps_slots(node, self.slots)):
+            if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
                 raise refused(
                     node,
                     "brings slots of a mask together, or moves them; a drafter's masks act slot by slot. Nothing is "
                     "written.",
                 )
 
+    def _is_by_slot(self, value: Value) -> bool:
+        """Whether its last axis is that of the slots."""
+        return value.tensor.shape[-1:] == (self.slots,)
 
-def is_by_slot(value: Value, slots: int) -> bool:
-    """Whether its last axis is that of the slots."""
-    return value.tensor.shape[-1:] == (slots,)
+    def _keeps_slots(self, node: Node) -> bool:
+        """Whether an operator that moves elements leaves every slot in its place."""
+        if node.kind not in _KEEP_SLOTS:
+            return False
+        places = LAYOUT[node.kind]
+        operands = [(value, place in places) for place, value in enumerate(node.inputs) if value is not None]
+        return all(self._is_by_slot(value) if is_moved else not value.depends for value, is_moved in operands)
+
+    # Rows that are the same up to a shift.
+
+    def rows_are_alike(self, values: Iterable[Value]) -> bool:
+        """Whether all rows of the masks ``values`` are the same, up to a shift."""
+        return all(self._line(value) in (SHIFTED, UNIFORM) for value in values)
+
+    def _line(self, value: Value) -> Line | None:
+        """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""
+        if id(value) not in self._lines:
+            self._lines[id(value)] = self._line_of(value)
+        return self._lines[id(value)]
+
+    def _line_of(self, value: Value) -> Line | None:
+        if value.constant:
+            return self._constant_line(value)
+        if not self._is_by_slot(value):
+            # A few numbers that count positions.
+            if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
+                return None
+            slope = _slope(np.diff(self.positions.table(value), axis=0))
+            return None if slope is None else Line(slope, 0)
+        if value.producer is None:
+            return SHIFTED if value.depends == Depends.MASK else None
+        if value.producer.kind in LAYOUT:
+            return self._moved_line(value.producer)
+        return self._computed_line(value.producer)
+
+    def _constant_line(self, value: Value) -> Line | None:
+        """A constant that counts slots, or that has none."""
+        tensor = value.tensor
+        if self.slots not in tensor.shape:
+            return UNIFORM
+        is_float = tensor.type in FLOAT_TYPES
+        if not self._is_by_slot(value) or (tensor.type in NUMBER_TYPES and not is_float):
+            return None
+        numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
+        slope = _slope(np.diff(numbers.reshape(-1, self.slots), axis=1))
+        return None if slope is None else Line(0, slope)
+
+    def _moved_line(self, node: Node) -> Line | None:
+        """What an operator that moves elements hands on: slots stay, or one number is repeated for each."""
+        repeats = node.kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
+        if not (repeats or self._keeps_slots(node)):
+            return None
+        places = LAYOUT[node.kind]
+        lines = {self._line(value) for i, value in enumerate(node.inputs) if i in places and value is not None}
+        return lines.pop() if len(lines) == 1 else None
+
+    def _computed_line(self, node: Node) -> Line | None:
+        """What an operator computes slot by slot of lines and shifts."""
+        if node.kind not in ELEMENTWISE or node.op.activation:
+            return None
+        lines = list[Line]()
+        for value in filter(None, node.inputs):
+            line = self._line(value)
+            if line is None:
+                return None
+            lines.append(line)
+        if all(line.shifts for line in lines):
+            return UNIFORM if all(line == UNIFORM for line in lines) else SHIFTED
+        return None if SHIFTED in lines else _line_of_lines(node, lines[0], lines[-1])
 
 
-def keeps_slots(node: Node, slots: int) -> bool:
-    """Whether an operator that moves elements leaves every slot in its place."""
-    if node.kind not in _KEEP_SLOTS:
-        return False
-    places = LAYOUT[node.kind]
-    operands = [(value, place in places) for place, value in enumerate(node.inputs) if value is not None]
-    return all(is_by_slot(value, slots) if is_moved else not value.depends for value, is_moved in operands)
+def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:
+    """What ``node`` makes of two lines, or of one, which is both; of some that are no shift."""
+    if node.kind in _COMPARISONS:
+        return SHIFTED if first.plus(other, -1).shifts else None
+    # Sums of floats are rounded; integers that wrap are refused.
+    if node.outputs[0].tensor.type not in _INTEGERS:
+        return None
+    if node.kind in ("ADD", "SUB"):
+        return first.plus(other, 1 if node.kind == "ADD" else -1)
+    return first if node.kind == "CAST" else None
+
+
+def _slope(steps: npt.NDArray[np.generic]) -> int | None:
+    """The one integer that all ``steps`` are; 0 where there are none."""
+    if not steps.size:
+        return 0
+    first = float(steps.flat[0])
+    return int(first) if first.is_integer() and bool((steps == steps.flat[0]).all()) else None

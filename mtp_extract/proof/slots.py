@@ -14,7 +14,6 @@ from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.graph.forms import OutputGuard
 from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
 from mtp_extract.graph.masks import Masks
-from mtp_extract.graph.shifts import Shifts
 
 _SAME_OFFSET = 1e-6
 _WEIGHS_NOTHING = 104.0
@@ -51,7 +50,7 @@ class SlotsOfLayer:
         """
         slots = self.masks.slots
         attention = self.layer.attention
-        alike = Shifts(self.masks.graph, self.masks.positions).rows_are_alike(attention.mask_values)
+        alike = self.masks.rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
                 f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "

@@ -15,8 +15,8 @@ from proof.test_proof import of
 from seam import MtpExtractError, evaluate, flat, read
 
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
+from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.positions import Positions
-from mtp_extract.graph.shifts import Shifts
 
 SLOTS = 16
 ROW = np.arange(SLOTS, dtype=np.int32)
@@ -86,11 +86,11 @@ def are_alike(tables: np.ndarray) -> bool:
 @settings(max_examples=250, deadline=None)
 def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
     graph = graph_of(steps)
-    shifts = Shifts(graph, Positions(graph))
+    masks = Masks(graph, Positions(graph))
     decided = [v for node in graph.nodes for v in node.outputs if not v.depends & Depends.DATA]
     for value in decided:
         try:
-            alike = shifts.rows_are_alike([value])
+            alike = masks.rows_are_alike([value])
         except MtpExtractError:
             continue  # An integer that wraps around.
         if alike and value.tensor.elements in (1, SLOTS):
@@ -112,7 +112,7 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
 )
 def test_lines_are_followed(steps: list[Step], alike: bool) -> None:
     graph = graph_of(steps)
-    found = Shifts(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs)
+    found = Masks(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs)
     assert found is alike
 
 
@@ -122,8 +122,8 @@ NOT_ALIKE += ["fourth: large integers/slot_100_late"]
 
 def alike(source: Any) -> bool:
     drafter = read(source)
-    shifts = Shifts(drafter.graph, drafter.walk.reading.positions)
-    return all(shifts.rows_are_alike(layer.attention.mask_values) for layer in drafter.walk.layers)
+    masks = Masks(drafter.graph, drafter.walk.reading.positions)
+    return all(masks.rows_are_alike(layer.attention.mask_values) for layer in drafter.walk.layers)
 
 
 @pytest.mark.parametrize("label", NOT_ALIKE)
