@@ -117,9 +117,6 @@ _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, ints(order))),
     "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.option(1, "i"), 0))),
 }
-MOVING: MappingProxyType[str, Kernel] = MappingProxyType({kind: made for kind, (_, made) in _LAYOUT.items()})
-"""Kind → kernel."""
-
 LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
     {**{kind: at for kind, (at, _) in _LAYOUT.items()}, "DYNAMIC_UPDATE_SLICE": (0, 1)}
 )
@@ -215,7 +212,8 @@ _ELEMENTWISE: dict[str, Kernel] = {
     "DEQUANTIZE": lambda call, x: x,
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
 }
-KERNELS: MappingProxyType[str, Kernel] = MappingProxyType({**MOVING, **_ELEMENTWISE, "BATCH_MATMUL": _batch_matmul})
+_MOVING = {kind: kernel for kind, (_, kernel) in _LAYOUT.items()}
+KERNELS: MappingProxyType[str, Kernel] = MappingProxyType({**_MOVING, **_ELEMENTWISE, "BATCH_MATMUL": _batch_matmul})
 """Kind → kernel. What is not here is refused."""
 
 ELEMENTWISE = frozenset(_ELEMENTWISE)
@@ -230,7 +228,7 @@ def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array,
         for i, value in enumerate(node.inputs)
         if value is not None
     ]
-    results = MOVING[node.kind](Call(graph, node), *operands)
+    results = KERNELS[node.kind](Call(graph, node), *operands)
     return tuple(map(np.asarray, results)) if isinstance(results, tuple) else (np.asarray(results),)
 
 

@@ -8,7 +8,7 @@ proof that the graph computes what the forms say: what is left open are numbers,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,22 +17,24 @@ from mtp_extract.errors import MtpExtractError, RoleError, UnsupportedError
 from mtp_extract.graph.attention import read_inside
 from mtp_extract.graph.call import (
     CONVERSIONS,
+    REDUCTIONS,
+    SELECTIONS,
     Call,
     activation_scale,
     axis_of,
     computing,
     has_few_bits,
+    holds_codes,
     ints,
     keeps_numbers,
     range_of_codes,
     refused,
 )
-from mtp_extract.graph.evaluate import LAYOUT, MOVING, evaluate, moved
-from mtp_extract.graph.expressions import LARGEST_FACTOR, Expressions, Term, UnreadableError
+from mtp_extract.graph.evaluate import KERNELS, LAYOUT, evaluate, moved
+from mtp_extract.graph.expressions import LARGEST_FACTOR, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, source_through
 from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, operand_shape
 from mtp_extract.graph.matrices import PRODUCT, product_of, weight_of
-from mtp_extract.graph.operands import check_operands, data_operands
 from mtp_extract.graph.positions import caches_of
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
@@ -42,6 +44,21 @@ _LARGEST_IN_HALF = 64.0
 """How many times larger or smaller FLOAT16 may hold a value: ordinary numbers neither leave it so nor vanish in it."""
 _NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """Operators and what their bound times this is at least, where no number of a drafter reaches it."""
+_OPERANDS = {
+    **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "SOFTMAX", "LOGICAL_NOT"), 1),
+    **dict.fromkeys(("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "EQUAL", "BATCH_MATMUL", *REDUCTIONS), 2),
+    **dict.fromkeys(CONVERSIONS, 1),
+    **dict.fromkeys(SELECTIONS, 3),
+}
+"""How many operands an operator has, of those that have a number of them."""
+
+COMPUTED_BY_SCALES = frozenset(
+    ("ADD", "SUB", "MUL", "DIV", "SQRT", "RSQRT", "TANH", "GELU", "SUM", "MEAN", "SOFTMAX", "BATCH_MATMUL")
+)
+"""Operators whose kernels compute with what codes stand for; MINIMUM, MAXIMUM, NEG and selections take the codes
+themselves (LiteRT 2.3.0, as tests/graph/test_codes.py shows).
+"""
+
 _MOST_ELEMENTS = 1 << 17
 _LARGEST_AXIS = 1 << 20
 _MOST_TOLD_APART = 1 << 20
@@ -94,12 +111,6 @@ def _read_inputs(reading: ReadGraph) -> None:
 
 
 def _read(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
-    """The forms of what ``node`` computes.
-
-    Raises:
-        UnsupportedError: it computes what no drafter does.
-        FormatError: its operands do not fit it.
-    """
     try:
         with computing(node.op.label):
             forms = _read_operator(reading, node)
@@ -118,8 +129,8 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
         raise UnreadableError(f"computes with more than {_MOST_TOLD_APART} elements at once")
     if node.kind == PRODUCT and not node.operand(1).depends:
         return (_multiply_matrix(reading, node),)
-    check_operands(node)
-    places = data_operands(node)
+    _check_operands(node)
+    places = _data_operands(node)
     operands = [_operand(reading, v) if i in places else v for i, v in enumerate(node.inputs) if v is not None]
     if not all(isinstance(reading.forms.get(id(value)), Term) for value in node.inputs if value and value.depends):
         if not reading.strict:
@@ -127,17 +138,16 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
         return read_inside(reading, node, operands)
     if node.op.activation:
         raise UnreadableError("cuts off an activation by its fused function")
-    terms = [_term(operands[place]) for place in places[: len(operands)]]
+    terms = list[Term]()
+    for place in places[: len(operands)]:
+        operand = operands[place]
+        if isinstance(operand, Value):
+            raise UnreadableError(f"brings an activation together with {operand.label}")
+        assert isinstance(operand, Term)
+        terms.append(operand)
     if node.kind in LAYOUT:
         return _move(reading, node, operands, terms)
     return (_compute(reading, node, *(terms * 2)[:2]),)
-
-
-def _term(operand: Operand) -> Term:
-    if isinstance(operand, Value):
-        raise UnreadableError(f"brings an activation together with {operand.label}")
-    assert isinstance(operand, Term)
-    return operand
 
 
 # Values whose elements are not looked at one by one, as time and memory have it.
@@ -164,17 +174,16 @@ def _unread(reading: ReadGraph, value: Value, why: str) -> Term:
 
 
 def _note(reading: ReadGraph, value: Value, form: Form) -> None:
-    """Note that ``value`` is ``form``.
-
-    Raises:
-        RoleError: it has another shape.
-        UnsupportedError: its type cannot hold it.
-    """
     if not _is_too_large(reading, value):
         _check_stored(reading, value, form)
         if isinstance(form, Term):
             form = replace(form, ids=form.ids.reshape(value.tensor.shape))
-            _note_term(reading, value, form)
+            if not 1 / LARGEST_FACTOR < abs(form.factor) < LARGEST_FACTOR:
+                raise UnsupportedError(f"{value.label} is {form.factor:g} times a value of a drafter.")
+            if form.is_complete:
+                reading.first.setdefault(form.expr, (value, form.factor))
+                if form.numbers:
+                    reading.scaled.setdefault(form.expr, []).append((form, value))
         elif isinstance(form, ScoreView) and (ends := range_of_codes(value.tensor)):
             form = form.clipped(*ends)
     reading.forms[id(value)] = form
@@ -204,16 +213,45 @@ def _factor_of(form: Form) -> float:
     return float(np.abs(rotated.number).max(initial=0.0))
 
 
-def _note_term(reading: ReadGraph, value: Value, term: Term) -> None:
-    if not 1 / LARGEST_FACTOR < abs(term.factor) < LARGEST_FACTOR:
-        raise UnsupportedError(f"{value.label} is {term.factor:g} times a value of a drafter.")
-    if term.is_complete:
-        reading.first.setdefault(term.expr, (value, term.factor))
-        if term.numbers:
-            reading.scaled.setdefault(term.expr, []).append((term, value))
-
-
 # Operands.
+
+
+def _data_operands(node: Node) -> tuple[int, ...]:
+    """The places of operands that hold numbers; the others say axes, shapes and offsets."""
+    places = (0,) if node.kind in REDUCTIONS else tuple(range(len(node.inputs)))
+    return LAYOUT.get(node.kind, places)
+
+
+def _check_operands(node: Node) -> None:
+    """As many operands as the operator has, and one type of numbers on both sides, as LiteRT wants them."""
+    count = _OPERANDS.get(node.kind, len(node.inputs))
+    if len(node.inputs) != count or None in node.inputs:
+        raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
+    if node.kind in (*CONVERSIONS, PRODUCT, "BATCH_MATMUL"):
+        return
+    operands = [node.operand(place) for place in _data_operands(node) if place < count]
+    if node.kind in SELECTIONS:
+        condition = operands[0]
+        if condition.tensor.type_name != "BOOL":
+            raise UnreadableError(f"chooses by {condition.tensor.type_name}")
+        operands = [value for value in operands if value is not condition]
+    types = {value.tensor.type_name for value in operands}
+    # What a comparison makes is of another type than what it compares.
+    types |= {result.tensor.type_name for result in node.outputs} - {"BOOL"}
+    if len(types) > 1:
+        raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
+    _check_codes(node, operands)
+
+
+def _check_codes(node: Node, operands: Sequence[Value]) -> None:
+    """Codes are moved, or chosen between where their scales are the same; else a kernel has to ask for their scales."""
+    tensors = [value.tensor for value in (*operands, *node.outputs)]
+    if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
+        return
+    if node.kind in SELECTIONS and len(set(map(activation_scale, tensors))) == 1:
+        return
+    if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
+        raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
 
 
 def _operand(reading: ReadGraph, value: Value) -> Operand:
@@ -266,7 +304,7 @@ def _multiply_matrix(reading: ReadGraph, node: Node) -> Term:
 
 
 def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand], terms: Sequence[Term]) -> tuple[Form, ...]:
-    if node.kind not in MOVING:
+    if node.kind not in KERNELS:
         raise UnreadableError("is none that a drafter needs")
     if len({term.expr for term in terms}) > 1:
         raise UnreadableError("joins what a drafter does not")
@@ -275,7 +313,7 @@ def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand], terms: Se
         if not reading.strict:
             raise UnreadableError("joins what has different factors")
         return read_inside(reading, node, operands)
-    scales = {activation_scale(node.operand(place).tensor) for place in data_operands(node)[: len(operands)]}
+    scales = {activation_scale(node.operand(place).tensor) for place in _data_operands(node)[: len(operands)]}
     if scales - {activation_scale(node.outputs[0].tensor)}:
         raise UnreadableError("hands codes on with another scale")
     return tuple(replace(terms[0], ids=ids) for ids in moved(reading.graph, node, (term.ids for term in terms)))
@@ -283,79 +321,56 @@ def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand], terms: Se
 
 def _compute(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
     """What ``node`` computes of two operands, or of one, which is both."""
-    compute = _COMPUTE.get(node.kind)
-    if compute is None:
-        raise UnreadableError("is none that a drafter needs")
-    return compute(reading, node, first, other)
+    expressions = reading.expressions
+    number = expressions.number_of(other)
+    match node.kind:
+        case "ADD" | "SUB":
+            return expressions.add(first, other, -1.0 if node.kind == "SUB" else 1.0)
+        case "NEG":
+            return replace(first, factor=-first.factor)
+        case "MUL":
+            return expressions.multiply(first, other)
+        case "SQUARE":
+            return expressions.multiply(first, first)
+        case "SQRT" | "RSQRT":
+            return expressions.power(first, 0.5 if node.kind == "SQRT" else -0.5)
+        case "DIV" if number:
+            return replace(first, factor=first.factor / number, numbers=(*first.numbers, *other.numbers))
+        case "DIV":
+            return expressions.multiply(first, expressions.power(other, -1.0))
+        case "POW" if number is not None:
+            return expressions.power(first, number)
+        case "MINIMUM" | "MAXIMUM" if not (number or 0) * _NEVER_REACHED[node.kind] < 1:
+            # A bound that no number of a drafter reaches changes nothing.
+            return first
+        case "TANH" | "GELU":
+            is_approximate = node.kind == "GELU" and Call(reading.graph, node).option(0, "?", False)
+            name = "GELU_TANH" if is_approximate else node.kind
+            return Term(
+                1.0, expressions.expr("function", name, first.factor, first.expr, size=first.expr.size), first.ids
+            )
+        case "SUM" | "MEAN":
+            return _sum(reading, node, first)
+        case "QUANTIZE" | "DEQUANTIZE" | "CAST":
+            return _convert(reading, node, first)
+    raise UnreadableError("is none that a drafter needs")
 
 
-_Compute = Callable[[ReadGraph, Node, Term, Term], Term]
-
-
-def _arithmetic(function: Callable[[Expressions, Term, Term], Term]) -> _Compute:
-    return lambda reading, node, first, other: function(reading.expressions, first, other)
-
-
-def _divide(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    if reading.expressions.number_of(other):
-        return replace(first, factor=first.factor / other.factor, numbers=(*first.numbers, *other.numbers))
-    return reading.expressions.multiply(first, reading.expressions.power(other, -1.0))
-
-
-def _raise(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    exponent = reading.expressions.number_of(other)
-    if exponent is None:
-        raise UnreadableError("is none that a drafter needs")
-    return reading.expressions.power(first, exponent)
-
-
-def _bound(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    """A bound that no number of a drafter reaches changes nothing."""
-    if (reading.expressions.number_of(other) or 0) * _NEVER_REACHED[node.kind] < 1:
-        raise UnreadableError("is none that a drafter needs")
-    return first
-
-
-def _function(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    is_approximate = node.kind == "GELU" and Call(reading.graph, node).option(0, "?", False)
-    name = "GELU_TANH" if is_approximate else node.kind
-    expr = reading.expressions.expr("function", name, first.factor, first.expr, size=first.expr.size)
-    return Term(1.0, expr, first.ids)
-
-
-def _convert(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
+def _convert(reading: ReadGraph, node: Node, term: Term) -> Term:
     if not keeps_numbers(node):
         types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
         raise UnreadableError(f"turns {types}, and not into the same numbers")
-    if node.kind == "QUANTIZE" and reading.expressions.is_constant(first):
+    if node.kind == "QUANTIZE" and reading.expressions.is_constant(term):
         # A quantizer stores a constant's codes; what an operator rounds or cuts off is no longer the constant.
         raise UnreadableError("rounds a constant to codes")
-    return first
+    return term
 
 
-def _sum(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    rank = first.ids.ndim
+def _sum(reading: ReadGraph, node: Node, term: Term) -> Term:
+    rank = term.ids.ndim
     axes = {axis_of(axis, rank) for axis in ints(reading.graph.integers(node.operand(1)))}
-    if axes != {rank - 1} or not first.is_complete:
+    if axes != {rank - 1} or not term.is_complete:
         raise UnreadableError("sums otherwise than over the last axis")
-    total = reading.expressions.groups(first, first.ids.shape[-1], mean=node.kind == "MEAN")
+    total = reading.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
     last = (1,) if Call(reading.graph, node).option(0, "?", False) else ()
-    return replace(total, ids=total.ids.reshape((*first.ids.shape[:-1], *last)))
-
-
-_COMPUTE: dict[str, _Compute] = {
-    "ADD": _arithmetic(lambda of, first, other: of.add(first, other)),
-    "SUB": _arithmetic(lambda of, first, other: of.add(first, other, -1.0)),
-    "NEG": _arithmetic(lambda of, first, _: replace(first, factor=-first.factor)),
-    "MUL": _arithmetic(lambda of, first, other: of.multiply(first, other)),
-    "SQUARE": _arithmetic(lambda of, first, _: of.multiply(first, first)),
-    "SQRT": _arithmetic(lambda of, first, _: of.power(first, 0.5)),
-    "RSQRT": _arithmetic(lambda of, first, _: of.power(first, -0.5)),
-    "POW": _raise,
-    "DIV": _divide,
-    **dict.fromkeys(("MINIMUM", "MAXIMUM"), _bound),
-    **dict.fromkeys(("TANH", "GELU"), _function),
-    **dict.fromkeys(("SUM", "MEAN"), _sum),
-    **dict.fromkeys(CONVERSIONS, _convert),
-}
-"""Operators that compute → what they make of two operands, or of one, which is both."""
+    return replace(total, ids=total.ids.reshape((*term.ids.shape[:-1], *last)))

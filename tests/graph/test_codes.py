@@ -15,7 +15,7 @@ from helpers.one_op import Grid, OneOp, const
 from helpers.surgery import Graph, sound
 from seam import MtpExtractError, prove
 
-from mtp_extract.graph.operands import COMPUTED_BY_SCALES
+from mtp_extract.graph.reading import COMPUTED_BY_SCALES
 
 RNG = np.random.default_rng(3)
 LAST_AXIS = const(np.array([1], np.int32))
