@@ -8,7 +8,7 @@ once, so "computes the same" is ``is``, and an expression can be taken apart fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -70,12 +70,17 @@ class Expr:
     @property
     def terms(self) -> dict[Expr, float]:
         """Of a sum, the factor of each expression."""
-        return _in_order(self.parts[0]) if self.kind == "sum" else {self: 1.0}
+        return self._parts_of("sum")
 
     @property
     def powers(self) -> dict[Expr, float]:
         """Of a product, the power of each expression."""
-        return _in_order(self.parts[0]) if self.kind == "product" else {self: 1.0}
+        return self._parts_of("product")
+
+    def _parts_of(self, kind: str) -> dict[Expr, float]:
+        if self.kind != kind:
+            return {self: 1.0}
+        return dict(sorted(self.parts[0], key=lambda part: part[0].number))
 
     @property
     def chosen(self) -> Ids:
@@ -179,7 +184,11 @@ class Expressions:
         """Whether it is a sum of even powers and a positive number."""
         if expr.kind in ("each", "part"):
             return self.is_positive(expr.parts[0])
-        squares = [term for term in expr.terms if term.kind == "groups" and _even(term.parts[0].powers)]
+        squares = [
+            term
+            for term in expr.terms
+            if term.kind == "groups" and all(p > 0 and p % 2 == 0 for p in term.parts[0].powers.values())
+        ]
         others = [term for term in expr.terms if term not in squares]
         return others == [self.one] and all(factor > 0 for factor in expr.terms.values())
 
@@ -222,9 +231,12 @@ class Expressions:
             return expr
         if expr.kind == "product":
             return self.product({self.part(e, ids): power for e, power in expr.powers.items()}, ids.size)
-        kind = _repetition_of(expr.size, ids)
-        if kind is not None:
-            return self.expr(kind, expr, ids.size // expr.size, size=ids.size)
+        count, odd = divmod(ids.size, expr.size)
+        if count and not odd:
+            places = np.arange(ids.size)
+            for kind, repeated in (("each", places // count), ("tiled", places % expr.size)):
+                if (ids == repeated).all():
+                    return self.expr(kind, expr, count, size=ids.size)
         if expr.kind == "part":
             return self.part(expr.parts[0], expr.chosen[ids])
         return self.expr("part", expr, np.ascontiguousarray(ids, np.int64).tobytes(), size=ids.size)
@@ -238,93 +250,58 @@ class Expressions:
         return expr, ids
 
 
-def _repetition_of(size: int, ids: Ids) -> str | None:
-    """How ``ids`` repeat all of ``size`` elements: "each", "tiled", or None where they do not."""
-    times, odd = divmod(ids.size, size)
-    if not times or odd:
-        return None
-    places = np.arange(ids.size)
-    if (ids == places // times).all():
-        return "each"
-    return "tiled" if (ids == places % size).all() else None
-
-
 def _algebra(expr: Expr, depth: int) -> str:
     """``expr`` as text; what lies more than ``depth`` steps inside is "…" with its size."""
     if expr.kind == "product" and not expr.parts[0]:
         return "1"
-    if expr.kind in _SHORT:
-        return _SHORT[expr.kind](expr)
-    return _LONG.get(expr.kind, _repetition)(expr, depth) if depth else f"…[{expr.size}]"
-
-
-def _unread(expr: Expr) -> str:
-    value = expr.parts[0]
-    return f"unread {escape(value.label) if value.producer is None else value.producer.op.label}"
-
-
-_SHORT: dict[str, Callable[[Expr], str]] = {
-    "input": lambda expr: escape(expr.parts[0]),
-    "weight": lambda expr: f"w[{expr.size}]",
-    "mixed": lambda expr: f"heads of {escape(expr.parts[1])}",
-    "unread": _unread,
-}
-
-
-def _matrix(expr: Expr, depth: int) -> str:
-    rows, columns = expr.parts[0].tensor.shape
-    return f"M[{rows},{columns}]·{_algebra(expr.parts[1], depth - 1)}"
-
-
-def _sum(expr: Expr, depth: int) -> str:
-    return f"({' + '.join(times(factor, _algebra(term, depth - 1)) for term, factor in expr.terms.items())})"
-
-
-def _function(expr: Expr, depth: int) -> str:
-    name, factor, inner = expr.parts
-    return f"{name.lower()}({times(factor, _algebra(inner, depth - 1))})"
-
-
-def _repetition(expr: Expr, depth: int) -> str:
-    name = {"groups": "sum", "each": "each", "tiled": "tiled"}.get(expr.kind)
-    call = expr.kind if name is None else f"{name}{expr.parts[1]}"
-    return f"{call}({_algebra(expr.parts[0], depth - 1)})"
+    match expr.kind:
+        case "input":
+            return escape(expr.parts[0])
+        case "weight":
+            return f"w[{expr.size}]"
+        case "mixed":
+            return f"heads of {escape(expr.parts[1])}"
+        case "unread":
+            value = expr.parts[0]
+            return f"unread {escape(value.label) if value.producer is None else value.producer.op.label}"
+    if not depth:
+        return f"…[{expr.size}]"
+    match expr.kind, expr.parts:
+        case "matrix", (weight, inner):
+            rows, columns = weight.tensor.shape
+            return f"M[{rows},{columns}]·{_algebra(inner, depth - 1)}"
+        case "sum", _:
+            return f"({' + '.join(times(factor, _algebra(e, depth - 1)) for e, factor in expr.terms.items())})"
+        case "function", (name, factor, inner):
+            return f"{name.lower()}({times(factor, _algebra(inner, depth - 1))})"
+        case "product", _:
+            return _product(expr, depth)
+        case "groups", (inner, width):
+            return f"sum{width}({_algebra(inner, depth - 1)})"
+        case ("each" | "tiled") as kind, (inner, count):
+            return f"{kind}{count}({_algebra(inner, depth - 1)})"
+    return f"{expr.kind}({_algebra(expr.parts[0], depth - 1)})"
 
 
 def _product(expr: Expr, depth: int) -> str:
     """A product; over the root of a sum of squares it is a norm."""
+
+    def vector(e: Expr) -> Expr:
+        return cast(Expr, e.parts[0]) if e.kind in ("each", "tiled") else e
+
+    def raised(text: str, power: float) -> str:
+        if power == 1:
+            return text
+        return f"({text})^{power:g}" if "·" in text and not text.startswith("(") else f"{text}^{power:g}"
+
     powers = expr.powers
-    roots = [e for e, power in powers.items() if power == -0.5 and _is_sum_of_squares(e)]
-    weights = [e for e, power in powers.items() if power == 1 and _vector(e).kind == "weight"]
+    roots = [e for e, p in powers.items() if p == -0.5 and any(term.kind == "groups" for term in vector(e).terms)]
+    weights = [e for e, power in powers.items() if power == 1 and vector(e).kind == "weight"]
     normed = [e for e in powers if e not in (*roots, *weights)]
-    is_norm = len(roots) == 1 and bool(normed)
-    factors = {e: _raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
-    if is_norm:
+    factors = {e: raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
+    if len(roots) == 1 and normed:
         return "·".join([f"norm({'·'.join(factors[e] for e in normed)})", *(factors[e] for e in weights)])
     return "·".join(factors.values())
-
-
-_LONG: dict[str, Callable[[Expr, int], str]] = {
-    "matrix": _matrix,
-    "sum": _sum,
-    "product": _product,
-    "function": _function,
-}
-
-
-def _raised(text: str, power: float) -> str:
-    if power == 1:
-        return text
-    return f"({text})^{power:g}" if "·" in text and not text.startswith("(") else f"{text}^{power:g}"
-
-
-def _vector(expr: Expr) -> Expr:
-    """What ``expr`` repeats, or itself."""
-    return cast(Expr, expr.parts[0]) if expr.kind in ("each", "tiled") else expr
-
-
-def _is_sum_of_squares(expr: Expr) -> bool:
-    return any(term.kind == "groups" for term in _vector(expr).terms)
 
 
 def times(factor: float, text: str) -> str:
@@ -332,11 +309,3 @@ def times(factor: float, text: str) -> str:
     if text == "1":
         return f"{factor:.4g}"
     return text if factor == 1 else f"{factor:.4g}·{text}"
-
-
-def _in_order(parts: frozenset[tuple[Expr, float]]) -> dict[Expr, float]:
-    return dict(sorted(parts, key=lambda part: part[0].number))
-
-
-def _even(powers: Mapping[Expr, float]) -> bool:
-    return all(power > 0 and power % 2 == 0 for power in powers.values())
