@@ -118,17 +118,13 @@ class Node:
         """Builtin name; ``COMPOSITE:name`` for a composite without a body, ``CUSTOM:code`` for a custom op."""
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
-    def input(self, position: int) -> Value | None:
-        """Input ``position``; None where it is left out."""
-        return self.inputs[position] if position < len(self.inputs) else None
-
     def operand(self, position: int) -> Value:
         """Input ``position``.
 
         Raises:
             RoleError: the op has no such input.
         """
-        value = self.input(position)
+        value = self.inputs[position] if position < len(self.inputs) else None
         if value is None:
             raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")
         return value
@@ -218,7 +214,6 @@ class _Builder:
         return values
 
     def _check_no_data(self, graph: Subgraph) -> None:
-        """Check that no numbers are stored for what is filled when the graph runs."""
         for index in (*graph.inputs, *(output for op in graph.operators for output in op.outputs)):
             if index >= 0 and self.model.has_data(tensor := graph.tensors[index]):
                 raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
@@ -265,7 +260,9 @@ class _Builder:
         if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
             raise RoleError(f"{op.label} contains itself, or composites are nested too deeply.")
         body = self.model.subgraphs[op.body]
-        arguments = self._hand_in(op, body, inputs)
+        pairs = zip(body.inputs, inputs, strict=True)
+        arguments = {inner: outer for inner, outer in pairs if outer is not None and inner >= 0}
+        self.handed += [(op, body.tensors[inner], outer.tensor) for inner, outer in arguments.items()]
         self._note_attributes(op, inputs)
         self.opened.append(op.body)
         inner_values = self.build(op.body, arguments)
@@ -274,20 +271,6 @@ class _Builder:
             if outer < 0 or inner < 0:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
             self._hand_out(op, self._value(op.body, inner, inner_values), outer, values)
-
-    def check_composites(self) -> None:
-        """Check what composites hand in and out, and what they say of themselves."""
-        for op, inner, outer in self.handed:
-            _require_same(op, inner, outer)
-        for op, scale, cache in self.cache_scales:
-            _require_scale(op, scale, cache)
-
-    def _hand_in(self, op: Operator, body: Subgraph, inputs: tuple[Value | None, ...]) -> dict[int, Value]:
-        """What the composite ``op`` hands in, by input of its ``body``."""
-        pairs = zip(body.inputs, inputs, strict=True)
-        arguments = {inner: outer for inner, outer in pairs if outer is not None and inner >= 0}
-        self.handed += [(op, body.tensors[inner], outer.tensor) for inner, outer in arguments.items()]
-        return arguments
 
     def _hand_out(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
         """Know ``value``, which the body of the composite ``op`` computed, by its output ``outer``, too."""
@@ -309,11 +292,7 @@ class _Builder:
             self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
 
     def _attributes(self, op: Operator) -> Mapping[str, float]:
-        """The numbers that a composite says of itself, of those that are used; many may say the same bytes.
-
-        Raises:
-            UnsupportedError: they cannot be read.
-        """
+        """The numbers that a composite says of itself, of those that are used; many may say the same bytes."""
         stored = op.attributes
         if stored is None or stored.count == 0:
             return {}
@@ -330,24 +309,22 @@ class _Builder:
         return self.attributes[place]
 
     def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
-        outputs = []
+        node = Node(op, inputs, ())
         depends = Depends.CONSTANT
-        for source in inputs:
-            depends |= source.depends if source is not None else Depends.CONSTANT
+        for position, source in enumerate(inputs):
+            if source is not None:
+                depends |= source.depends
+                source.consumers.append((node, position))
+        outputs = []
         for index in op.outputs:
             if index < 0:
                 continue
             # Execution order makes the graph acyclic: nothing is read before it is computed.
             if index in values:
                 raise RoleError(f"{op.label} computes {values[index].label} after it was read or set.")
-            value = values[index] = Value([self.model.tensor(op.subgraph, index)], depends=depends)
-            outputs.append(value)
-        node = Node(op, inputs, tuple(outputs))
-        for value in node.outputs:
-            value.producer = node
-        for position, source in enumerate(inputs):
-            if source is not None:
-                source.consumers.append((node, position))
+            values[index] = Value([self.model.tensor(op.subgraph, index)], producer=node, depends=depends)
+            outputs.append(values[index])
+        node.outputs = tuple(outputs)
         self.nodes.append(node)
 
 
@@ -391,7 +368,10 @@ def flatten(
     arguments = _arguments(graph, signature, names)
     builder = _Builder(model, most_nodes, passed)
     values = builder.build(signature.subgraph, arguments)
-    builder.check_composites()
+    for op, inner, outer in builder.handed:
+        _require_same(op, inner, outer)
+    for op, scale, cache in builder.cache_scales:
+        _require_scale(op, scale, cache)
     if unnamed := next((value for value in arguments.values() if value.input_name is None and value.consumers), None):
         raise RoleError(
             f"{unnamed.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: no "
@@ -399,21 +379,12 @@ def flatten(
         )
     outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
+    size = model.region.size + (model.weights.size if model.weights is not None else 0)
+    computed = Budget(_COMPUTED + _COMPUTED_PER_BYTE * size)
+    nodes = tuple(builder.nodes)
     return FlatGraph(
-        model,
-        signature,
-        tuple(builder.nodes),
-        inputs,
-        outputs,
-        builder.constants,
-        builder.epsilons,
-        names,
-        computed=Budget(_COMPUTED + _COMPUTED_PER_BYTE * _bytes_of(model)),
+        model, signature, nodes, inputs, outputs, builder.constants, builder.epsilons, names, computed=computed
     )
-
-
-def _bytes_of(model: TfliteModel) -> int:
-    return model.region.size + (model.weights.size if model.weights is not None else 0)
 
 
 def _arguments(graph: Subgraph, signature: Signature, names: Mapping[str, str]) -> dict[int, Value]:
@@ -434,31 +405,21 @@ def _arguments(graph: Subgraph, signature: Signature, names: Mapping[str, str]) 
 
 
 def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
-    """Check that what a composite hands in or out is one tensor on both sides.
-
-    Raises:
-        RoleError: its type, its shape or its scale is another one.
-    """
+    """Check that what a composite hands in or out is one tensor on both sides."""
     same = (inner.type_id, tuple(inner.shape)) == (outer.type_id, tuple(outer.shape))
     if same and inner.type not in FLOAT_TYPES:
-        same = _have_same_scales(inner, outer)
+        quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
+        if len(quantizations) == 2:
+            same = quantizations[0].same_scales(quantizations[1])
+        else:
+            same = all(each.scales.count == each.zero_points.count == 0 for each in quantizations)
     if not same:
         raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
 
 
-def _have_same_scales(inner: Tensor, outer: Tensor) -> bool:
-    """Whether both have the same scales and zero points, or none."""
-    quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
-    if len(quantizations) == 2:
-        return quantizations[0].same_scales(quantizations[1])
-    return all(quantization.scales.count == quantization.zero_points.count == 0 for quantization in quantizations)
-
-
 def _require_scale(op: Operator, stated: float, cache: Tensor) -> None:
-    """Check that the attribute ``scale`` of a product with a cache is the cache's own scale.
-
-    Raises:
-        UnsupportedError: it is another one. Accelerators compute with the attribute, CPUs with the cache's.
+    """Check that the attribute ``scale`` of a product with a cache is the cache's own scale: accelerators compute with
+    the attribute, CPUs with the cache's.
     """
     scales = [] if cache.quantization is None else cache.quantization.scale.tolist()
     # Of floats it says nothing, as 0 or 1.

@@ -33,7 +33,8 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
         raise UnreadableError("multiplies by no matrix of constants")
     if tensor.type not in FLOAT_TYPES and value is node.operand(1):
         _check_codes(QuantizedTensor.of(graph.model, tensor))
-    if tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED and _is_hadamard(graph, value):
+    is_square = tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED
+    if is_square and np.allclose(np.abs(graph.floats(value)), tensor.shape[0] ** -0.5, rtol=1e-2):
         raise AnotherKindError(
             f"{node.op.label} is a Hadamard rotation: the weights beside it are stored rotated. They are not the "
             "weights of the model, and this release does not rotate them back."
@@ -56,11 +57,6 @@ def _check_codes(source: QuantizedTensor) -> None:
         raise UnreadableError(f"reads {label}, whose zero points are not 0: LiteRT ignores them")
 
 
-def _is_hadamard(graph: FlatGraph, matrix: Value) -> bool:
-    """Whether all entries are ±1/√n."""
-    return bool(np.allclose(np.abs(graph.floats(matrix)), matrix.tensor.shape[0] ** -0.5, rtol=1e-2))
-
-
 def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a product with what has the shape ``read``.
 
@@ -70,7 +66,7 @@ def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...
     options, (rows, columns) = node.op.options, matrix.tensor.shape
     if node.op.activation or (options and options.integer(1, "b")):
         raise UnreadableError("has a fused activation, or a weight that is stored shuffled")
-    bias = node.input(2)
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None and (bias.depends or bias.producer is not None or np.any(graph.floats(bias))):
         raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
     keeps = bool(options and options.scalar(2, "?", False))
