@@ -46,8 +46,9 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
     config.require_uniform()
     if SLIDING not in config.layer_types or config.sliding_window is not None:
         return config
-    window = _window_elsewhere(config) if sliding_window is None else sliding_window
-    layers = (replace(la, sliding_window=window) if la.layer_type == SLIDING else la for la in config.layers)
+    if sliding_window is None:
+        sliding_window = _window_elsewhere(config)
+    layers = (replace(la, sliding_window=sliding_window) if la.layer_type == SLIDING else la for la in config.layers)
     return replace(config, layers=tuple(layers))
 
 
@@ -57,7 +58,11 @@ def _layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
         raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
     window = next(iter(windows), None)
     types = _layer_types(layers)
-    ropes = _ropes(layers, types)
+    ropes: dict[str, RopeConfig] = {}
+    for index, (layer, kind) in enumerate(zip(layers, types, strict=True)):
+        rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.frequency_rounding, layer.head_dim)
+        if ropes.setdefault(kind, rope) != rope:
+            raise UnsupportedError(f"The {kind} layers use different RoPE parameters.")
     return tuple(
         LayerConfig(kind, layer.head_dim, layer.kv_heads, window if kind == SLIDING else None, ropes[kind])
         for layer, kind in zip(layers, types, strict=True)
@@ -65,11 +70,6 @@ def _layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
 
 
 def _window_elsewhere(config: DrafterConfig) -> int:
-    """The window of the known drafter of this shape.
-
-    Raises:
-        UnsupportedError: the shape is not a known one.
-    """
     geometry = known_drafter(config)
     if geometry is None:
         raise UnsupportedError(
@@ -82,11 +82,7 @@ def _window_elsewhere(config: DrafterConfig) -> int:
 
 
 def _layer_types(layers: Sequence[Layer]) -> list[str]:
-    """Sliding or full, by what each layer sees; where all see everything, by the caches they read.
-
-    Raises:
-        UnsupportedError: not every type of layer has one K and one V of its own, as engines hand them over.
-    """
+    """Sliding or full, by what each layer sees; where all see everything, by the caches they read."""
     # Newer runtimes hand the local mask in instead of building it.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
     caches = [{la.key, la.value} for la in layers]
@@ -99,12 +95,3 @@ def _layer_types(layers: Sequence[Layer]) -> list[str]:
         listed = ", ".join(f"{escape(key)} and {escape(value)} by {kind} layers" for kind, key, value in pairs)
         raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {listed}.")
     return types
-
-
-def _ropes(layers: Sequence[Layer], types: Sequence[str]) -> dict[str, RopeConfig]:
-    ropes: dict[str, RopeConfig] = {}
-    for index, (layer, layer_type) in enumerate(zip(layers, types, strict=True)):
-        rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.frequency_rounding, layer.head_dim)
-        if ropes.setdefault(layer_type, rope) != rope:
-            raise UnsupportedError(f"The {layer_type} layers use different RoPE parameters.")
-    return ropes

@@ -170,19 +170,15 @@ class DrafterWalk(Blocks):
         self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
         return head
 
-    def _nearest_norm(self, name: str, mixed: Expr) -> Expr:
-        """The one norm before an attention that was not read."""
-        norms = self.norms_of_values()
-        before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
-        if len(before) != 1:
-            raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
-        return before.pop()
-
     def _query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
         attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
-            return self._nearest_norm(name, mixed)
+            norms = self.norms_of_values()
+            before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
+            if len(before) != 1:
+                raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
+            return before.pop()
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
         self.attentions[name] = attention

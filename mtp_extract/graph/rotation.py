@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,40 +37,32 @@ _HALVES = ((0, 0, 1), (0, 1, 1), (1, 0, -1), (1, 1, 1))
 """Cosines below and above half, sines below and above half: part, side, and the sign that RoPE has there."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Sum:
+class _Sum(NamedTuple):
     """Σ over terms of number · column of a table, ``[dimensions, terms]``; where ``by`` is 0 the number alone."""
 
     number: Floats
     columns: Ids
     by: Ids
 
-    @cached_property
-    def key(self) -> tuple[bytes, ...]:
-        """Equal for equal sums."""
-        return self.number.tobytes(), self.columns.tobytes(), self.by.tobytes()
-
     def over(self, table: Floats) -> Floats:
         """For every row of ``table``: ``[positions, dimensions]``."""
         total: Floats | None = None
-        for term in range(self.number.shape[1]):
-            if self.number[:, term].any():
-                summand = self._summand(term, table)
+        for factors, columns, by in zip(self.number.T, self.columns.T, self.by.T, strict=True):
+            if factors.any():
+                summand = _summand(factors, columns, by, table)
                 total = summand if total is None else total + summand
         return np.zeros((len(table), len(self.number)), np.float32) if total is None else total
 
-    def _summand(self, term: int, table: Floats) -> Floats:
-        factors = self.number[:, term]
-        columns = self.columns[:, term]
-        by = self.by[:, term]
-        if not by.any():
-            return np.broadcast_to(factors, (len(table), len(factors)))
-        first = int(columns[0])
-        if by.all() and np.array_equal(columns, np.arange(first, first + len(columns))):
-            picked = table[:, first : first + len(columns)]
-        else:
-            picked = np.where(by > 0, table[:, columns], np.float32(1))
-        return picked if (factors == 1).all() else picked * factors
+
+def _summand(factors: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
+    if not by.any():
+        return np.broadcast_to(factors, (len(table), len(factors)))
+    first = int(columns[0])
+    if by.all() and np.array_equal(columns, np.arange(first, first + len(columns))):
+        picked = table[:, first : first + len(columns)]
+    else:
+        picked = np.where(by > 0, table[:, columns], np.float32(1))
+    return picked if (factors == 1).all() else picked * factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +79,6 @@ class Rotation:
     number: Floats
     by: Ids
     positions: Positions
-
-    @property
-    def half(self) -> int:
-        return int(self.number.shape[1]) // 2
 
     @property
     def values(self) -> list[Value]:
@@ -113,12 +101,13 @@ class Rotation:
         columns = self._columns(values)
         sums = [self._sum(columns, *half) for half in _HALVES]
         # Most often both halves are turned by the same numbers.
-        distinct = {each.key: each for each in sums}
+        keys = [tuple(part.tobytes() for part in each) for each in sums]
+        distinct = dict(zip(keys, sums, strict=True))
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
             coefficients = {key: each.over(table) for key, each in distinct.items()}
-            yield some, [coefficients[each.key] for each in sums]
+            yield some, [coefficients[key] for key in keys]
 
     def _columns(self, values: Sequence[Value]) -> Ids:
         """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
@@ -132,7 +121,8 @@ class Rotation:
 
     def _sum(self, columns: Ids, part: int, side: int, sign: int) -> _Sum:
         """What the dimensions below or above half are multiplied by, or the other of their pair (``part`` 1)."""
-        half = slice(side * self.half, (side + 1) * self.half)
+        size = self.number.shape[1] // 2
+        half = slice(side * size, (side + 1) * size)
         by = self.by[part, half]
         return _Sum(self.number[part, half] * sign, columns[by], by)
 
@@ -150,7 +140,7 @@ class Rotation:
             raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")
         frequency = _follow(steps, np.arctan2(sin, cos))
         noise = 2 * float(np.abs(np.hypot(sin, cos) - 1).max())
-        return frequency, _rounding_of(frequency, np.full(self.half, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
+        return frequency, _rounding_of(frequency, np.full(frequency.size, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
 
 
 def _follow(positions: Ids, angles: Doubles) -> Doubles:
@@ -256,7 +246,9 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
-    for theta in _rounded_thetas(exponent):
+    # The roundest number first: a coarse grid leaves room for several.
+    rounded = (float(f"{10**exponent:.{digits}e}") for digits in range(_MOST_THETA_DIGITS))
+    for theta in (10.0 ** round(exponent), *rounded):
         # What follows may be not rotated, or rotated by so little that the grid has no step for it.
         for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
@@ -281,10 +273,3 @@ def _theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
     # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
     best = int(index[np.argmin(allowed[1:] / table[1:] / index)])
     return -math.log10(table[best]) * head_dim / (2 * best)
-
-
-def _rounded_thetas(exponent: float) -> Iterator[float]:
-    """10 to the ``exponent``, the roundest number first: a coarse grid leaves room for several."""
-    yield 10.0 ** round(exponent)
-    for digits in range(_MOST_THETA_DIGITS):
-        yield float(f"{10**exponent:.{digits}e}")

@@ -58,7 +58,8 @@ def _lines(reading: ReadGraph, roles: Mapping[int, str], why: str) -> Iterator[T
         for value in node.outputs:
             read_as, what = _taken_for(reading, value, roles.get(id(value)))
             if read_as == REFUSED:
-                what = _reason(why, node.op.label)
+                # Without its label, which stands in the same line, and without what to do.
+                what = why.removeprefix(node.op.label).lstrip(" :").partition(". ")[0].rstrip(".")
             kind = escape(node.kind)
             shape = tuple(value.tensor.shape)
             yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, what)
@@ -66,27 +67,17 @@ def _lines(reading: ReadGraph, roles: Mapping[int, str], why: str) -> Iterator[T
                 return
 
 
-def _reason(message: str, label: str) -> str:
-    """Why the operator was refused, without its label, which stands in the same line, and without what to do."""
-    return message.removeprefix(label).lstrip(" :").partition(". ")[0].rstrip(".")
-
-
 def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
     form = reading.forms.get(id(value))
     if form is None:
-        return _without_form(reading, value)
+        if value.depends & Depends.DATA:
+            return (REFUSED if value.producer is reading.current else NOT_NEEDED), ""
+        return ("mask" if value.depends & Depends.MASK else "position" if value.depends else "constant"), ""
     if role is not None:
         return ("product" if isinstance(form, Term) and form.expr.kind == "matrix" else "norm"), role
     if isinstance(form, Term):
         return _kind_of(form.expr), times(form.factor, str(form.expr))
     return _inside(form)
-
-
-def _without_form(reading: ReadGraph, value: Value) -> tuple[str, str]:
-    names = {Depends.POSITION: "position", Depends.MASK: "mask", Depends.POSITION | Depends.MASK: "mask"}
-    if value.depends & Depends.DATA:
-        return (REFUSED if value.producer is reading.current else NOT_NEEDED), ""
-    return names.get(value.depends, "constant"), ""
 
 
 def _kind_of(expr: Expr) -> str:

@@ -79,11 +79,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
 
 
 def _check_names(walk: Walk) -> None:
-    """The runtime fills caches by their names: what a cache is used for must be what it is called.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
+    """The runtime fills caches by their names: what a cache is used for must be what it is called."""
     for index, layer in enumerate(walk.layers):
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
         if not key or not value or key[1] != "k" or value[1] != "v" or key[2] != value[2]:
@@ -136,11 +132,7 @@ def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
 
 
 def _check_config(walk: Walk, config: DrafterConfig) -> None:
-    """Check the numbers of ``config`` that no attention has.
-
-    Raises:
-        ProofError: one is another than the graph's.
-    """
+    """Check the numbers of ``config`` that no attention has."""
     heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers]
     written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
     for name, expected, other in (
@@ -154,12 +146,7 @@ def _check_config(walk: Walk, config: DrafterConfig) -> None:
 
 
 def _check_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
-    """Compare every tensor with the constant that plays its role, some rows at a time.
-
-    Raises:
-        ProofError: a number is another one, or none that a drafter has.
-        CheckpointError: a tensor has another size.
-    """
+    """Compare every tensor with the constant that plays its role, some rows at a time."""
     roles = {role.role: role for role in walk.roles if role.tensor is not None}
     for role, shape in shapes_of(config).items():
         weight = read(role.name)
