@@ -260,7 +260,7 @@ def _mixed(reading: ReadGraph, attention: Attention, size: int) -> Expr:
 
 
 def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
-    """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.slots` decides which it chooses."""
+    """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.attentions` decides which it chooses."""
     condition, *branches = operands
     mixed = [each for each in branches if isinstance(each, Term) and each.expr in reading.attentions]
     if not isinstance(condition, Value) or len(mixed) != 1:

@@ -26,9 +26,8 @@ from mtp_extract.graph.masks import Masks
 from mtp_extract.litertlm.quantized import QuantizedTensor, read_floats
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
+from mtp_extract.proof.attentions import SlotsOfLayer, check_rotations
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
-from mtp_extract.proof.rotations import check_rotations
-from mtp_extract.proof.slots import SlotsOfLayer
 
 Read = Callable[[str], Weight]
 """Role → its tensor as written."""

@@ -1,0 +1,281 @@
+"""Attentions against the config: how queries are rotated, which slots are seen, and that scores are q · K.
+
+Rotations are compared with the config's RoPE at every position; what masks do, with every content of the masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.errors import ProofError, UnsupportedError
+from mtp_extract.graph.call import CONVERSIONS
+from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.evaluate import LAYOUT
+from mtp_extract.graph.expressions import Doubles, Ids
+from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, ancestors
+from mtp_extract.graph.forms import OutputGuard
+from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
+from mtp_extract.graph.masks import Masks
+from mtp_extract.graph.rotation import frequencies
+from mtp_extract.litertlm.storage import Floats
+from mtp_extract.litertlm.tflite import TensorType
+
+_OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
+"""How far a cosine may be off, and an angle, as a share of it, that is computed in float32."""
+_OF_A_FREQUENCY = 2e-7
+"""How far a frequency that is computed in float32 may be off, as a share of it: in files of exporters 8.2e-8."""
+_FURTHEST = 0.02
+"""By how much the last angle may be off."""
+_SHARES: dict[TensorType | None, float] = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
+"""How far a number below 1 is rounded by a type."""
+_LARGEST_TABLE = 1 << 20
+_SAME_OFFSET = 1e-6
+_WEIGHS_NOTHING = 104.0
+"""How far below another a score is nothing beside it in float32."""
+_MOST_ROWS = 1 << 11
+_MOST_MASK_NUMBERS = 16
+_NUMBERS_AT_ONCE = 1 << 19
+
+
+# Rotations.
+
+
+def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
+    """Check how every layer rotates its queries.
+
+    Returns:
+        the layers whose cosines and sines the file holds in half precision, and its types; the exact theta is written.
+
+    Raises:
+        ProofError: a query is rotated otherwise than by the config's RoPE.
+    """
+    types_by_rotation: dict[tuple[object, ...], str] = {}
+    coarse_tables = []
+    for index, layer in enumerate(walk.layers):
+        rope = config.layers[index].rope
+        key = *layer.rotation.key, rope
+        if key not in types_by_rotation:
+            types_by_rotation[key] = _check(graph, index, layer, frequencies(rope, layer.head_dim))
+        if types_by_rotation[key]:
+            coarse_tables.append({"layer": index, "held_in": types_by_rotation[key]})
+    return coarse_tables
+
+
+def _check(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
+    """Check the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
+    slots = layer.rotation.positions.slots
+    doubt, held_in = _rounding(graph, layer.rotation.values)
+    rounding = layer.frequency_rounding if held_in else 0.0
+    off = np.abs(layer.inverse_frequencies - exact)
+    wrong = (off > exact * _OF_A_FREQUENCY + rounding + _OF_A_COSINE / slots) | (off * slots > _FURTHEST)
+    if wrong.any():
+        worst = int(wrong.argmax())
+        raise ProofError(
+            f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
+            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
+        )
+    frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
+    # Exporters that store a table compute it in float64.
+    if (apart := _apart(layer, frequencies_in_use, doubt)) and _apart(layer, exact, doubt):
+        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
+    return held_in
+
+
+def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float) -> str:
+    """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
+    for positions, computed in layer.rotation.at():
+        # Positions last, as the graph's own numbers lie in memory.
+        angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
+        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * frequencies_in_use
+        for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
+            wanted = function(angle).astype(np.float32)
+            for coefficient in {id(c): c for c in coefficients}.values():
+                if apart := _first_apart(positions, np.abs(coefficient.T - wanted), allowed):
+                    return apart
+    return ""
+
+
+def _first_apart(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
+    """The first frequency and position at which a ``difference``, ``[half, positions]``, is more than ``allowed``."""
+    wrong = ~(difference.max(1) <= allowed)
+    if not wrong.any():
+        return ""
+    entry = int(wrong.argmax())
+    row = int((~(difference[entry] <= allowed[entry])).argmax())
+    return (
+        f"at position {positions[row]} its query is rotated by a number that is {difference[entry, row]:.3g} off that "
+        f"of its RoPE (frequency {entry})"
+    )
+
+
+def _rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
+    """How far cosines and sines are rounded by their type, and the types of half precision that they are held in."""
+    sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
+    tables = _tables(values, sources)
+    # Converters turn constants of half precision into float32: that all are such is no chance.
+    doubts = [_SHARES[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
+    # What is computed may be rounded to half precision by a CAST before it meets a query.
+    doubts += [_SHARES.get(table.tensor.type, 0.0) for table in tables]
+    doubt = max(doubts, default=0.0)
+    types = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
+    return doubt, " and ".join(sorted(types)) or ("half precision" if doubt else "")
+
+
+def _tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:
+    """Those of ``sources`` that ``values`` are taken from, or converted: nothing is computed of them."""
+    kinds = {id(source): source.producer.kind for source in sources if source.producer is not None}
+    computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
+    return [table for value in values for table in ancestors(value, computed) if table.tensor.elements > 1]
+
+
+def _is_half(graph: FlatGraph, table: Value) -> bool:
+    if table.tensor.type is not TensorType.FLOAT32 or table.tensor.elements > _LARGEST_TABLE:
+        return False
+    numbers = graph.floats(table)
+    return bool(np.array_equal(numbers, numbers.astype(np.float16).astype(np.float32)))
+
+
+# Slots.
+
+
+class SlotsOfLayer:
+    """What the masks of one layer do, to be compared with the config."""
+
+    def __init__(
+        self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, inputs: frozenset[str], largest: float
+    ) -> None:
+        """``inputs`` are the signature's inputs that the graph reads; no score is larger than ``largest``."""
+        self.index = index
+        self.layer = layer
+        self.masks = masks
+        self.inputs = inputs
+        self.largest = largest
+        self.window = config.layers[index].sliding_window
+        self.local_window = config.sliding_window or masks.slots
+
+    def check(self) -> tuple[int, bool]:
+        """Check every row.
+
+        Returns:
+            how many were computed, and whether all others are the same as these up to a shift.
+
+        Raises:
+            ProofError: a slot is seen that should not be, or the other way round, or is scored otherwise.
+            UnsupportedError: rows are neither alike nor few.
+        """
+        slots = self.masks.slots
+        attention = self.layer.attention
+        alike = self.masks.rows_are_alike(attention.mask_values)
+        if not alike and slots > _MOST_ROWS:
+            raise UnsupportedError(
+                f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "
+                "written."
+            )
+        for window in attention.all_windows:
+            self._check_window(window)
+        rows = np.array([0, slots - 1]) if alike else np.arange(slots)
+        either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
+        # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
+        either += attention.all_windows if alike else ()
+        self._check_cases(self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE))
+        return len(rows), alike
+
+    def _check_cases(self, each_case: Iterable[Cases]) -> None:
+        attention = self.layer.attention
+        of_visible, of_hidden = set[float](), set[float]()
+        for cases in each_case:
+            visible, possible = self._visible(cases), self._possible(cases)
+            # That a window covers what is seen is checked by itself.
+            for inside in cases.within.values():
+                possible &= inside | ~visible
+            self._check_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
+            if attention.guard is not None:
+                numbers = attention.guard.mask.numbers(cases)
+                of_visible.update(np.unique(numbers[visible & possible]).tolist())
+                of_hidden.update(np.unique(numbers[~visible & possible]).tolist())
+        if attention.guard is not None:
+            self._check_guard(attention.guard, of_visible, of_hidden)
+
+    def _check_window(self, window: SlotWindow) -> None:
+        """Check that a window of slots holds all that the config sees, at every position."""
+        at = np.arange(self.masks.slots)
+        first = self.masks.positions.first_slots[window.table]
+        size = window.size
+        needed = np.zeros(at.size, np.int64) if self.window is None else np.maximum(at - self.window + 1, 0)
+        bad = ~((first >= 0) & (first <= needed) & (first + size > at) & (first + size <= at.size))
+        if bad.any():
+            row = int(np.argmax(bad))
+            self._refuse(row, f"it reads slots {first[row]} to {first[row] + size - 1}, and the config sees others")
+
+    def _possible(self, cases: Cases) -> Bools:
+        """Which cases there are, ``[samples, slots]``: runtimes show nothing that is to come, and by a local mask
+        nothing beyond its window. A mask that no input holds shows all.
+        """
+        slots = np.arange(self.masks.slots)
+        position = cases.positions[:, None]
+        past = slots <= position
+        possible = np.full(cases.shape, True)
+        if MASK in self.inputs:
+            possible &= past | ~cases.shown[MASK]
+        if MASK_LOCAL in self.inputs:
+            possible &= past & (slots > position - self.local_window) | ~cases.shown[MASK_LOCAL]
+        return possible
+
+    def _visible(self, cases: Cases) -> Bools:
+        """Which slots the config sees, ``[samples, slots]``."""
+        slots = np.arange(self.masks.slots)
+        position = cases.positions[:, None]
+        past = slots <= position
+        if self.window is None:
+            return np.broadcast_to(cases.shown[MASK], cases.shape) if MASK in self.inputs else past
+        visible = past & (slots > position - self.window) & cases.shown[MASK_LOCAL]
+        # Where the runtime tells the range of slots, or hands a local mask in, a sliding layer need not read the mask.
+        range_is_given = PARAM_TENSOR in self.inputs or MASK_LOCAL in self.inputs
+        return visible if range_is_given and MASK not in self.layer.masks else visible & cases.shown[MASK]
+
+    def _check_scores(self, cases: Cases, effect: Effect, visible: Bools, hidden: Bools) -> None:
+        if not visible.any():
+            return
+        # Softmax ignores a constant that is added to a row.
+        base = float(effect.offset.flat[np.argmax(visible)])
+        with np.errstate(invalid="ignore"):
+            sound = effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _SAME_OFFSET * max(1, abs(base)))
+            lowered = base - self.largest - (effect.offset + effect.scored * self.largest)
+        for wrong, what in (
+            (visible & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
+            (hidden & ~(lowered >= _WEIGHS_NOTHING), "should be hidden, and is not lowered below every score"),
+        ):
+            if wrong.any():
+                row, slot = (int(i) for i in np.argwhere(wrong)[0])
+                reckoned = f"|q · K| may be {self.largest:.4g}"
+                self._refuse(int(cases.positions[row]), f"slot {slot} {what} ({reckoned})")
+
+    def _check_guard(self, guard: OutputGuard, of_visible: Collection[float], of_hidden: Collection[float]) -> None:
+        """Check that the output guard keeps what heads mixed exactly where the layer sees a slot; runtimes show the
+        query's own. All numbers that its mask has are ``of_visible`` slots or ``of_hidden`` ones.
+        """
+        lowest, highest = min(of_visible, default=math.nan), max(of_hidden, default=-math.inf)
+        if len(of_visible) + len(of_hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
+            wrong = "looks at other slots than the layer sees"
+        elif not all(self.masks.guard_keeps(guard, number).all() for number in of_visible):
+            wrong = "replaces what heads mixed by 0 where a slot is seen"
+        elif any(self.masks.guard_keeps(guard, number).any() for number in of_hidden):
+            wrong = "keeps what heads mixed where the layer sees no slot"
+        else:
+            return
+        raise ProofError(
+            f"layers.{self.index}.attention: its output guard, by {guard.condition.label}, {wrong}; a checkpoint's "
+            "attention has no such guard. Nothing is written."
+        )
+
+    def _refuse(self, position: int, what: str) -> None:
+        raise ProofError(
+            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}. "
+            "Nothing is written."
+        )
