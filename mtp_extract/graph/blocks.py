@@ -29,28 +29,19 @@ def close(a: float, b: float) -> bool:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: ``factor × of``, over every ``width`` elements, times ``weight``.
-
-    Attributes:
-        weight: the expression of its weight; None where it has none, or a single number.
-        factor: of what is normalized; it matters beside ``eps``.
-    """
+    """An RMSNorm: ``factor × of``, over every ``width`` elements, times ``weight``."""
 
     of: Expr
-    weight: Expr | None
+    weight: Expr | None  # the expression of its weight; None where it has none, or a single number
     width: int
-    factor: float
+    factor: float  # of what is normalized; it matters beside ``eps``
     eps: float
 
 
 class Blocks:
-    """The expressions of a graph, being taken apart.
+    """The expressions of a graph, being taken apart."""
 
-    Attributes:
-        folded: how near 1 a factor on a weight is taken for 1.
-    """
-
-    folded = 1e-6
+    folded = 1e-6  # how near 1 a factor on a weight is taken for 1
 
     def __init__(self, reading: ReadGraph) -> None:
         self.reading = reading

@@ -51,14 +51,10 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class QueryTerms:
-    """Elements of a query: Σ over terms of ``number · query[element] · position value[by]``.
+    """Elements of a query: Σ over terms of ``number · query[element] · position value[by]``."""
 
-    Attributes:
-        query: the expression of the normed query.
-        terms: records of the three, ``terms["number"]`` being ``[*shape, terms]``; ``by`` 0 stands for the number 1.
-    """
-
-    query: Expr
+    query: Expr  # the expression of the normed query
+    # Records of the three, ``terms["number"]`` being ``[*shape, terms]``; ``by`` 0 stands for the number 1
     terms: npt.NDArray[np.void]
 
     @staticmethod
@@ -109,32 +105,21 @@ class QueryTerms:
 
 @dataclass(frozen=True, eq=False)
 class ScoreRows:
-    """The scores of some rows, each a rotated query head against one head of K.
+    """The scores of some rows, each a rotated query head against one head of K."""
 
-    Attributes:
-        key: the input that holds K.
-        axes: of K.
-        head: per row, the KV head.
-        rotated: per row and dimension of K, ``[rows, dimensions, terms]``.
-        tree: what masks do to them.
-    """
-
-    key: str
-    axes: CacheAxes
-    head: Ids
-    rotated: QueryTerms
-    tree: MaskTree
+    key: str  # the input that holds K
+    axes: CacheAxes  # of K
+    head: Ids  # per row, the KV head
+    rotated: QueryTerms  # per row and dimension of K, ``[rows, dimensions, terms]``
+    tree: MaskTree  # what masks do to them
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreView:
-    """Numbers of ``scores`` in a stage; ``view`` has the labels "row" and, but where it is summed over, "slot".
+    """Numbers of ``scores`` in a stage; ``view`` has the labels "row" and, but where it is summed over, "slot"."""
 
-    Attributes:
-        stage: "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
-            between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scores` lists them.
-    """
-
+    # "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
+    # between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scores` lists them
     stage: str
     scores: ScoreRows
     view: View
@@ -168,35 +153,23 @@ class OutputGuard(NamedTuple):
     """A selection between what heads mixed and 0, by whether a mask shows any slot.
 
     JAX attentions end in ``where(any(mask), mixed, 0)``, for rows that are hidden altogether.
-
-    Attributes:
-        condition: what the selection chooses by.
-        reduced: the largest number of the mask, or whether any is true; ``condition`` is computed of this alone.
-        mask: what is reduced, a number for each slot.
-        keeps: the condition's truth that chooses what heads mixed.
     """
 
-    condition: Value
-    reduced: Value
-    mask: MaskValue
-    keeps: bool
+    condition: Value  # what the selection chooses by
+    reduced: Value  # the largest number of the mask, or whether any is true; ``condition`` is computed of this alone
+    mask: MaskValue  # what is reduced, a number for each slot
+    keeps: bool  # the condition's truth that chooses what heads mixed
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What the o projection reads: rows of ``scores`` that took of V, the input ``value``.
-
-    Attributes:
-        axes: of V.
-        window: the slots whose weights alone meet V; None for all.
-        guard: what chooses between the result and 0; None for nothing.
-    """
+    """What the o projection reads: rows of ``scores`` that took of V, the input ``value``."""
 
     scores: ScoreRows
     value: str
-    axes: CacheAxes
-    window: SlotWindow | None
-    guard: OutputGuard | None = None
+    axes: CacheAxes  # of V
+    window: SlotWindow | None  # the slots whose weights alone meet V; None for all
+    guard: OutputGuard | None = None  # what chooses between the result and 0; None for nothing
 
     @property
     def mask_values(self) -> list[Value]:
@@ -237,31 +210,24 @@ def broadcast_shape(operands: Sequence[Operand]) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class ReadGraph:
-    """What every value of ``graph`` is, as far as it was read.
-
-    Attributes:
-        strict: whether what cannot be read is refused. If not, it is an expression "unread", and attentions are such.
-        forms: by ``id`` of a value, its form; constants that were asked for are among them.
-        first: expression → the first value that is all of it, and the factor there.
-        scaled: expression → values that are all of it times constants, in the order of the graph.
-        products: expression of a product with a matrix → its operator.
-        attentions: expression of what heads mixed → how.
-        rounded: activations that the file holds in other types than FLOAT32, and weights that an operator rounds.
-        current: the operator that is being read, or was when it was refused; None where all were read.
-        refusal: why the reading ended before the last operator; None where it did not.
-    """
+    """What every value of ``graph`` is, as far as it was read."""
 
     graph: FlatGraph
+    # Whether what cannot be read is refused. If not, it is an expression "unread", and attentions are such.
     strict: bool = True
     expressions: Expressions = field(default_factory=Expressions)
+    # By ``id`` of a value, its form; constants that were asked for are among them
     forms: dict[int, Form] = field(default_factory=dict)
+    # Expression → the first value that is all of it, and the factor there
     first: dict[Expr, tuple[Value, float]] = field(default_factory=dict)
+    # Expression → values that are all of it times constants, in the order of the graph
     scaled: dict[Expr, list[tuple[Term, Value]]] = field(default_factory=dict)
-    products: dict[Expr, Node] = field(default_factory=dict)
-    attentions: dict[Expr, Attention] = field(default_factory=dict)
+    products: dict[Expr, Node] = field(default_factory=dict)  # expression of a product with a matrix → its operator
+    attentions: dict[Expr, Attention] = field(default_factory=dict)  # expression of what heads mixed → how
+    # Activations that the file holds in other types than FLOAT32, and weights that an operator rounds
     rounded: list[Value] = field(default_factory=list)
-    current: Node | None = None
-    refusal: MtpExtractError | None = None
+    current: Node | None = None  # the operator that is being read, or was when it was refused; None where all were read
+    refusal: MtpExtractError | None = None  # why the reading ended before the last operator; None where it did not
 
     @cached_property
     def positions(self) -> Positions:

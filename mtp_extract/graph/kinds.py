@@ -28,20 +28,17 @@ def require_kind(graph: FlatGraph) -> None:
     Raises:
         AnotherKindError: it is of another kind that is known; the message says which.
     """
-    reason = _npu(graph) or _own_caches(graph) or _ring_buffers(graph)
+    # NPU drafters have RoPE and masks computed by a section ``mtp_aux``.
+    tables = [n for n, v in graph.inputs.items() if _ROTATION.search(n) and v.tensor.type in FLOAT_TYPES]
+    written = [name for name in graph.outputs if name.startswith((CACHE_PREFIX, "kv_slice_"))]
+    if tables:
+        reason: str | None = f"for an NPU: RoPE is handed over as the input {escape(tables[0])!r}"
+    elif written:
+        reason = f"K and V of its own: it has the output {escape(written[0])!r}"
+    else:
+        reason = _ring_buffers(graph)
     if reason is not None:
         raise AnotherKindError(f"The signature {escape(graph.signature.key)!r} is {another_kind(reason)}")
-
-
-def _npu(graph: FlatGraph) -> str | None:
-    """NPU drafters have RoPE and masks computed by a section ``mtp_aux``."""
-    tables = [n for n, v in graph.inputs.items() if _ROTATION.search(n) and v.tensor.type in FLOAT_TYPES]
-    return f"for an NPU: RoPE is handed over as the input {escape(tables[0])!r}" if tables else None
-
-
-def _own_caches(graph: FlatGraph) -> str | None:
-    written = [name for name in graph.outputs if name.startswith(("kv_cache_", "kv_slice_"))]
-    return f"K and V of its own: it has the output {escape(written[0])!r}" if written else None
 
 
 def _ring_buffers(graph: FlatGraph) -> str | None:

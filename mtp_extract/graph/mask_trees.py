@@ -33,21 +33,13 @@ class SlotWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Cases:
-    """Some positions with some contents of the mask inputs, and what the leaves of a tree are there.
+    """Some positions with some contents of the mask inputs, and what the leaves of a tree are there."""
 
-    Attributes:
-        positions: ``[samples]``.
-        slots: of the caches.
-        shown: mask input → whether it shows slots, ``[samples, 1]``.
-        numbers: by ``id``, what the value of a leaf is, ``[samples, *shape]``.
-        within: whether slots are in a window, ``[samples, slots]``.
-    """
-
-    positions: Ids
-    slots: int
-    shown: Mapping[str, Bools]
-    numbers: Mapping[int, npt.NDArray[np.generic]]
-    within: Mapping[SlotWindow, Bools]
+    positions: Ids  # ``[samples]``
+    slots: int  # of the caches
+    shown: Mapping[str, Bools]  # mask input → whether it shows slots, ``[samples, 1]``
+    numbers: Mapping[int, npt.NDArray[np.generic]]  # by ``id``, what the value of a leaf is, ``[samples, *shape]``
+    within: Mapping[SlotWindow, Bools]  # whether slots are in a window, ``[samples, slots]``
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -27,17 +27,13 @@ _COMPARED = frozenset({"CAST", "MUL", "ADD", "SUB", "NEG", "COS", "SIN", "CONCAT
 
 
 class Positions:
-    """Values of the position, and where each is among all numbers that rotate queries.
-
-    Attributes:
-        slots: of the caches, and so positions.
-        first_slots: tables ``[positions]`` of the slots where windows begin.
-        rotating: the values that meet queries, whose elements are numbered from 1 in this order.
-    """
+    """Values of the position, and where each is among all numbers that rotate queries."""
 
     def __init__(self, graph: FlatGraph) -> None:
-        self.graph, self.slots = graph, cache_slots(graph)
-        self.first_slots: list[Ids] = []
+        self.graph = graph
+        self.slots = cache_slots(graph)  # of the caches, and so positions
+        self.first_slots: list[Ids] = []  # tables ``[positions]`` of the slots where windows begin
+        # The values that meet queries, whose elements are numbered from 1 in this order
         self.rotating: list[Value] = []
         self.count = 1
         self._first: dict[int, int] = {}
@@ -79,9 +75,7 @@ class Positions:
 
     def values_of(self, elements: Ids) -> list[Value]:
         """The values whose elements are among ``elements``."""
-        firsts = np.array([self._first[id(value)] for value in self.rotating], np.int64)
-        used = np.unique(np.searchsorted(firsts, np.unique(elements[elements > 0]), "right") - 1)
-        return [self.rotating[index] for index in used]
+        return [value for value in self.rotating if np.isin(self.elements(value), elements).any()]
 
     def _first_alike(self, value: Value) -> Value:
         """The first value that the same operators compute of the same: layers compute their RoPE one by one."""

@@ -124,16 +124,11 @@ _LONGEST_NAME = 1 << 13
 
 @dataclass(frozen=True)
 class NameCheck:
-    """How the names in the file compare with the roles found in the graph.
+    """How the names in the file compare with the roles found in the graph."""
 
-    Attributes:
-        confirmed, unrecognised: roles.
-        contradicted: role → the roles whose names its constant carries.
-    """
-
-    confirmed: tuple[str, ...]
+    confirmed: tuple[str, ...]  # roles, as the next
     unrecognised: tuple[str, ...]
-    contradicted: Mapping[str, tuple[str, ...]]
+    contradicted: Mapping[str, tuple[str, ...]]  # role → the roles whose names its constant carries
 
 
 def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:

@@ -67,15 +67,11 @@ def _summand(factors: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """What each dimension of a query head is multiplied by, the other of its pair with it.
+    """What each dimension of a query head is multiplied by, the other of its pair with it."""
 
-    Attributes:
-        amplitude: a factor on all of it.
-        number, by: ``[2, dimensions, terms]``, for the dimension itself and the other of its pair: numbers, and which
-            elements of the position's tables they multiply (0 for none).
-    """
-
-    amplitude: float
+    amplitude: float  # a factor on all of it
+    # ``[2, dimensions, terms]``, for the dimension itself and the other of its pair: numbers, and which elements of the
+    # position's tables they multiply (0 for none).
     number: Floats
     by: Ids
     positions: Positions

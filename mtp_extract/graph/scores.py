@@ -127,20 +127,13 @@ def _rotate(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> Q
 
 @dataclass(frozen=True)
 class CacheMatrix:
-    """A cache as a product takes it: ``[*batch, slots, dimensions]``, or the last two the other way round.
+    """A cache as a product takes it: ``[*batch, slots, dimensions]``, or the last two the other way round."""
 
-    Attributes:
-        axes: of the input.
-        heads: ``[*batch]``, the KV head.
-        slots, dimensions: which of the input they are.
-        window: the table that says, by position, at which slot they begin; None for slots that stay.
-    """
-
-    axes: CacheAxes
-    heads: Ids
-    slots: Ids
-    dimensions: Ids
-    window: int | None
+    axes: CacheAxes  # of the input
+    heads: Ids  # ``[*batch]``, the KV head
+    slots: Ids  # which of the input they are
+    dimensions: Ids  # likewise
+    window: int | None  # the table that says, by position, at which slot they begin; None for slots that stay
 
 
 def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axis: int) -> CacheMatrix:

@@ -18,22 +18,15 @@ REFUSED, NOT_NEEDED = "refused", "not needed"
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One value that an operator computes.
-
-    Attributes:
-        subgraph, op: where the operator stands; ``kind`` is its name.
-        type, shape: of the value.
-        read_as: what it was taken for: "norm", "stream", "score", "mask", …
-        what: the same more closely: a role, an expression, an input.
-    """
+    """One value that an operator computes."""
 
     subgraph: int
     op: int
-    kind: str
-    type: str
+    kind: str  # the operator's name
+    type: str  # of the value
     shape: tuple[int, ...]
-    read_as: str
-    what: str
+    read_as: str  # what it was taken for: "norm", "stream", "score", "mask", …
+    what: str  # the same more closely: a role, an expression, an input
 
 
 def trace_drafter(graph: FlatGraph) -> list[TraceLine]:

@@ -35,19 +35,12 @@ def _tangled() -> UnreadableError:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Elements by axes.
+    """Elements by axes."""
 
-    Attributes:
-        labels: along which elements have places.
-        base: ``[labels]``, the place of the first element.
-        axes: per axis ``[labels, size]``, what each index adds; the first adds nothing.
-        starts: by label, the number of the table that says, by position, where its window begins.
-    """
-
-    labels: tuple[Label, ...]
-    base: Ids
-    axes: tuple[Ids, ...]
-    starts: Mapping[Label, int]
+    labels: tuple[Label, ...]  # along which elements have places
+    base: Ids  # ``[labels]``, the place of the first element
+    axes: tuple[Ids, ...]  # per axis ``[labels, size]``, what each index adds; the first adds nothing
+    starts: Mapping[Label, int]  # by label, the number of the table that says, by position, where its window begins
 
     @staticmethod
     def of_shape(labels: Sequence[Label], shape: Sequence[int]) -> View:
