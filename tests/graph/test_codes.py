@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from adversary.edits import Edit, an_edit, edge, over_int, quantized, through
+from adversary.edits import Edit, an_edit, over_int, quantized, through
 from ai_edge_litert import schema_py_generated as schema
-from helpers.make_bundle import Memory
 from helpers.one_op import Grid, OneOp, const
-from helpers.surgery import Graph, sound
-from seam import MtpExtractError, prove
+from helpers.surgery import Graph
+from proof.test_grids import proven
+from seam import MtpExtractError
 
 from mtp_extract.graph.reading import COMPUTED_BY_SCALES
 
@@ -65,12 +65,9 @@ def test_a_kernel_that_takes_codes_for_numbers_is_not_read(kind: str) -> None:
     assert error_in_steps(kind, 0.02) > 5
 
 
-def proof_of(place: str, edit: Edit) -> list[dict[str, Any]]:
+def rounded(place: str, edit: Edit) -> Any:
     """What a sound drafter rounds with ``edit`` behind ``place``."""
-    graph = sound("torch")
-    edge(place, edit)(graph)
-    found: list[dict[str, Any]] = prove(Memory(graph.data()))["rounded_activations"]
-    return found
+    return proven(place, edit)["rounded_activations"]
 
 
 INSIDE = ("0.query_normed", "0.rotated", "0.queries", "0.scores", "0.probabilities", "0.attended", "0.key", "0.value")
@@ -80,7 +77,7 @@ INSIDE = ("0.query_normed", "0.rotated", "0.queries", "0.scores", "0.probabiliti
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, ml_dtypes.bfloat16])
 def test_what_is_rounded_inside_an_attention_is_read_and_said(place: str, dtype: Any) -> None:
     edit = over_int(0.05, 3) if dtype is np.int8 else through(dtype)
-    (entry,) = proof_of(place, edit)
+    (entry,) = rounded(place, edit)
     assert (entry["type"], entry["count"]) == (np.dtype(dtype).name.upper(), 1)
 
 
@@ -95,7 +92,7 @@ def reshaped_codes(g: Graph, x: int) -> int:
 
 
 def test_codes_that_are_moved_are_one_rounding() -> None:
-    (entry,) = proof_of("0.query", reshaped_codes())
+    (entry,) = rounded("0.query", reshaped_codes())
     assert (entry["count"], entry["steps"]) == (1, [0.1, 0.1])
 
 
@@ -109,7 +106,7 @@ def sum_of_codes(g: Graph, x: int) -> int:
 
 
 def test_a_sum_of_codes_is_the_sum_of_what_they_stand_for() -> None:
-    (entry,) = proof_of("1.stream", sum_of_codes())
+    (entry,) = rounded("1.stream", sum_of_codes())
     assert (entry["count"], entry["steps"]) == (3, [0.05, 0.1])
 
 
@@ -130,4 +127,4 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
 def test_what_is_more_than_rounding_is_refused(fault: str) -> None:
     place, edit, noun = WRONG[fault]
     with pytest.raises(MtpExtractError, match=noun):
-        proof_of(place, edit)
+        rounded(place, edit)
