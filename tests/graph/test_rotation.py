@@ -113,13 +113,6 @@ def test_few_positions_say_what_they_can(slots: int) -> None:
         assert layers[0].inverse_frequencies == pytest.approx([1, 0.01], rel=1e-4)
 
 
-def test_a_file_is_read_the_same(sample: Any) -> None:
-    for layer, theta, share in zip(read(sample).walk.layers, (1e4, 1e4, 1e4, 1e6), (1, 1, 1, 0.25), strict=True):
-        at = np.arange(layer.head_dim // 2)
-        wanted = np.where(at < share * at.size, theta ** (-at / at.size), 0)
-        np.testing.assert_allclose(layer.inverse_frequencies, wanted, atol=1e-8)
-
-
 def test_rotations_of_heads_of_other_sizes_are_others() -> None:
     """Though their numbers lie in the same bytes: what is held for one would not be held for the other."""
     number, by = np.ones((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.int64)
