@@ -340,7 +340,7 @@ def _compute(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
             return expressions.multiply(first, expressions.power(other, -1.0))
         case "POW" if number is not None:
             return expressions.power(first, number)
-        case "MINIMUM" | "MAXIMUM" if not (number or 0) * _NEVER_REACHED[node.kind] < 1:
+        case "MINIMUM" | "MAXIMUM" if (number or 0) * _NEVER_REACHED[node.kind] >= 1:
             # A bound that no number of a drafter reaches changes nothing.
             return first
         case "TANH" | "GELU":

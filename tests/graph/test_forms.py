@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -50,6 +51,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "nearly 1 more": (plus(1.0000001), MISSED),
     "a bound within reach": (edge("1.stream", with_number("MAXIMUM", -9e29)), "MAXIMUM"),
     "a bound from the wrong side": (edge("1.stream", with_number("MINIMUM", -1e30)), "MINIMUM"),
+    "a bound that is no number": (edge("1.stream", with_number("MAXIMUM", math.nan)), "MAXIMUM"),
     "nearly nothing": (edge("1.stream", with_number("ADD", 1e-3)), "expected the sum of the residual stream"),
     "a cap of another kind": (edge("logits", unary("TANH")), "lm_head"),
     "half a gate": (edge("0.activated", with_number("ADD", 1e-3)), "gate_proj"),
