@@ -40,11 +40,7 @@ SELECTIONS = frozenset({"SELECT", "SELECT_V2"})
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """``axis`` counted from 0, which a negative one is counted from the end.
-
-    Raises:
-        FormatError: there is none such.
-    """
+    """``axis`` counted from 0, which a negative one is counted from the end; a FormatError if there is none such."""
     if not -rank <= axis < rank:
         raise FormatError(f"Expected an axis of {rank}, found {axis}: the file is damaged.")
     return axis % rank
@@ -151,11 +147,7 @@ class Call:
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
     def numbers(self, slot: int) -> tuple[int, ...]:
-        """The option in ``slot``, a vector of int32: a shape, or axes.
-
-        Raises:
-            FormatError: it is longer than any shape.
-        """
+        """The option in ``slot``, a vector of int32: a shape, or axes; a FormatError if it is longer than any shape."""
         if self.node.op.options is None:
             return ()
         stored = self.node.op.options.vector(slot, 4)
@@ -179,11 +171,8 @@ class Call:
 
 
 def ints(array: Array) -> list[int]:
-    """The integers of an operand that says shapes, axes or offsets.
-
-    Raises:
-        FormatError: they are not INT32. LiteRT does not read a shape of another type.
-    """
+    """The integers of an operand that says shapes, axes or offsets; a FormatError if they are not INT32."""
+    # LiteRT does not read a shape of another type.
     if array.dtype != np.int32:
         raise FormatError(f"Expected shapes, axes and offsets of INT32, found {array.dtype}.")
     return [int(n) for n in array.reshape(-1)]

@@ -119,11 +119,7 @@ class Node:
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
     def operand(self, position: int) -> Value:
-        """Input ``position``.
-
-        Raises:
-            RoleError: the op has no such input.
-        """
+        """Input ``position``; a RoleError if the op has no such input."""
         value = self.inputs[position] if position < len(self.inputs) else None
         if value is None:
             raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")

@@ -84,11 +84,7 @@ class QueryTerms:
         return QueryTerms.of(self.query, self.number * numbers, self.element, self.by)
 
     def plus(self, other: QueryTerms) -> QueryTerms:
-        """The terms of both.
-
-        Raises:
-            UnreadableError: there are more than any rotation has.
-        """
+        """The terms of both; an UnreadableError if there are more than any rotation has."""
         if self.number.shape[-1] + other.number.shape[-1] > _MOST_TERMS:
             raise UnreadableError("adds elements of a query again and again")
         number = np.concatenate([self.number, other.number], -1)
@@ -231,19 +227,11 @@ class ReadGraph:
 
     @cached_property
     def positions(self) -> Positions:
-        """What the position alone decides, and the slots of the caches.
-
-        Raises:
-            UnsupportedError: caches have more slots than any of a drafter.
-        """
+        """What the position alone decides, and the slots of the caches; an UnsupportedError if too many."""
         return Positions(self.graph)
 
     def require_all(self) -> ReadGraph:
-        """Itself, read to its end.
-
-        Raises:
-            MtpExtractError: its ``refusal``.
-        """
+        """Itself, read to its end; else its ``refusal`` is raised."""
         if self.refusal is not None:
             raise self.refusal
         return self

@@ -7,7 +7,7 @@ at a slot decides what becomes of the score, and :meth:`MaskTree.effect` compute
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,12 +77,9 @@ class MaskTree:
         """What it does in ``cases``."""
         raise NotImplementedError
 
-    def parts(self) -> Iterator[MaskTree]:
+    def parts(self) -> list[MaskTree]:
         """The trees that it is made of."""
-        for field in fields(self):  # type: ignore[arg-type]  # each of them is a dataclass
-            part = getattr(self, field.name)
-            if isinstance(part, MaskTree):
-                yield part
+        return [part for part in vars(self).values() if isinstance(part, MaskTree)]
 
     def nodes(self) -> Iterator[MaskTree]:
         """Itself, and all that it is made of."""

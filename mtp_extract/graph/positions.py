@@ -33,7 +33,7 @@ class Positions:
         self.graph = graph
         self.slots = cache_slots(graph)  # of the caches, and so positions
         self.first_slots: list[Ids] = []  # tables ``[positions]`` of the slots where windows begin
-        # The values that meet queries, whose elements are numbered from 1 in this order
+        # The values that meet queries, whose elements are numbered from 1 in this order.
         self.rotating: list[Value] = []
         self.count = 1
         self._first: dict[int, int] = {}
@@ -140,11 +140,7 @@ def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
 
 
 def cache_slots(graph: FlatGraph) -> int:
-    """Slots of the caches: the axis that they share with a mask, or with one another.
-
-    Raises:
-        UnsupportedError: more than any cache has.
-    """
+    """Slots of the caches: the axis shared with a mask, or with one another; an UnsupportedError if too many."""
     masks = [value.tensor.shape for name, value in graph.inputs.items() if is_mask(name) and value.tensor.shape]
     caches = caches_of(graph.inputs)
     shared = set.intersection(*(set(value.tensor.shape) for value in caches.values())) if caches else {1}

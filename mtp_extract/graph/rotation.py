@@ -44,6 +44,11 @@ class _Sum(NamedTuple):
     columns: Ids
     by: Ids
 
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """Equal for equal sums."""
+        return tuple(part.tobytes() for part in self)
+
     def over(self, table: Floats) -> Floats:
         """For every row of ``table``: ``[positions, dimensions]``."""
         total: Floats | None = None
@@ -97,13 +102,12 @@ class Rotation:
         columns = self._columns(values)
         sums = [self._sum(columns, *half) for half in _HALVES]
         # Most often both halves are turned by the same numbers.
-        keys = [tuple(part.tobytes() for part in each) for each in sums]
-        distinct = dict(zip(keys, sums, strict=True))
+        distinct = {each.key: each for each in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
             coefficients = {key: each.over(table) for key, each in distinct.items()}
-            yield some, [coefficients[key] for key in keys]
+            yield some, [coefficients[each.key] for each in sums]
 
     def _columns(self, values: Sequence[Value]) -> Ids:
         """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
@@ -233,7 +237,7 @@ def _rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
 def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:
     """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
 
-    ``allowed`` is how far an entry may be off, as :meth:`Rotation.measure_acceptance` says.
+    ``allowed`` is how far an entry may be off, as :meth:`Rotation.measured` says.
 
     Raises:
         UnsupportedError: no theta and share make this table.

@@ -199,8 +199,7 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
         raise UnreadableError("brings a score together with a query or a cache")
     if node.kind == "SOFTMAX":
         return _softmax(reading, node, rows[0])
-    stages = (each.stage if isinstance(each, ScoreView) else reading.expressions.number_of(each) for each in operands)
-    stage = _STAGES.get((node.kind, *stages))
+    stage = _next_stage(reading, node, operands)
     if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
         return _mask(reading, node, operands, rows)
     if stage is None:
@@ -213,6 +212,13 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
     if any(row is not widest and not _same_rows(widest, row) for row in rows):
         raise UnreadableError("brings scores and a number of other rows together")
     return replace(widest, stage=stage)
+
+
+def _next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
+    """The stage of what a softmax that is spelled out computes; None where it is no part of one."""
+    number_of = reading.expressions.number_of
+    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
+    return _STAGES.get((node.kind, *stages))
 
 
 def _same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
