@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, find_repeats
 from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
 from mtp_extract.progress import SILENT, Reporter
+from mtp_extract.serving.client import Server
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
@@ -31,11 +32,8 @@ WATCHED = "watched"  # measured during training, to keep the best weights
 HELD_OUT = "held out"  # measured before and after, to save or refuse
 SHIPPED = "shipped"  # where the prompts are a user's: measured like HELD_OUT, to see whether other workloads get worse
 
-BRANCHES = 3
-"""Positions of a text from which the base continues once more."""
-SEEN_LENGTH = 8
-"""Tokens of a sequence that training has seen or not: the last that fit of a round's drafts, and those before them."""
-
+_BRANCHES = 3  # positions of a text from which the base continues once more
+_SEEN_LENGTH = 8  # tokens of a sequence that training has seen or not: those that end with a round's last draft
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
 _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; of fewer held out there is no interval
 _MOST_WATCHED = 32  # texts that are measured again and again, on the way
@@ -60,7 +58,6 @@ class Corpus:
 
     @property
     def trained(self) -> tuple[Text, ...]:
-        """Of all kinds."""
         return tuple(chain.from_iterable(self.kinds))
 
     @cached_property
@@ -87,7 +84,7 @@ def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Contain
     Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
     up to the seventh.
     """
-    ends = measured.anchor + min(measured.stands.shape[1], SEEN_LENGTH - 1)
+    ends = measured.anchor + min(measured.stands.shape[1], _SEEN_LENGTH - 1)
     sequences = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
     anchors = zip(measured.text.tolist(), ends.tolist(), strict=True)
     return torch.tensor([sequences[index][end] in trained for index, end in anchors], dtype=torch.bool)
@@ -95,8 +92,8 @@ def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Contain
 
 def _sequences(tokens: Sequence[int]) -> list[int]:
     """A number for the 8 tokens that end with each: equal for equal ones, and else by a chance of 2^-60."""
-    padded = (*[-2] * (SEEN_LENGTH - 1), *tokens)
-    return [hash(padded[start : start + SEEN_LENGTH]) for start in range(len(tokens))]
+    padded = (*[-2] * (_SEEN_LENGTH - 1), *tokens)
+    return [hash(padded[start : start + _SEEN_LENGTH]) for start in range(len(tokens))]
 
 
 def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
@@ -107,74 +104,24 @@ def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
     """
     plan = pair.plan
     sides = split_prompts(plan)
-    asked = _prompts_to_continue(pair, sides)
-    to_train = [prompt.tokens for prompt in asked if prompt.side == TRAINED]
     with connect_writer(plan) as server:
-        contents = {prompt.tokens: prompt.item.content for prompt in asked}
-        writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
-        written = [*_people_texts(sides, writer), *_continued(asked, writer, reporter)]
-        texts = _by_side(written)
+        writer, written = _write_sides(pair, sides, server, reporter)
+        texts = {side: [text for of, _, text in written if of == side] for side in sides}
+        prompts = [text.prompt for text in texts[TRAINED]]
 
         text_from = None
         if server or plan.text:
             # How far the base at hand would have written the same.
-            greedy = replace(writer, temperature=0.0).texts(to_train, reporter) if plan.temperature else texts[TRAINED]
+            greedy = replace(writer, temperature=0.0).texts(prompts, reporter) if plan.temperature else texts[TRAINED]
             text_from = agreement(pair.base, greedy, server)
 
         kinds = [_require_enough(TRAINED, texts, plan.draft_steps)]
         if not plan.text:
-            kinds += _further_kinds(writer, to_train, reporter)
+            kinds += _further_kinds(writer, prompts, reporter)
 
     # Of texts that are alike the first one's prompt counts.
-    item_of = {each.text: each.item for each in reversed(written)}
+    item_of = {text: item for _, item, text in reversed(written)}
     return _split(kinds, texts, item_of, plan.draft_steps, text_from)
-
-
-class _Asked(NamedTuple):
-    """A prompt that is to be continued."""
-
-    side: str
-    item: Prompt
-    tokens: PromptTokens
-
-
-class _Written(NamedTuple):
-    """A text, and the prompt or text by people that it comes from."""
-
-    side: str
-    item: Prompt
-    text: Text
-
-
-def _by_side(written: Sequence[_Written]) -> dict[str, list[Text]]:
-    texts: dict[str, list[Text]] = {side: [] for side in (*_LEAST, SHIPPED)}
-    for each in written:
-        texts[each.side].append(each.text)
-    return texts
-
-
-def _prompts_to_continue(pair: Pair, sides: Mapping[str, Sequence[Prompt]]) -> list[_Asked]:
-    """Where texts are people's, the shipped prompts alone: the others are there already."""
-    plan = pair.plan
-    prompts = [(side, item) for side in sides if side == SHIPPED or not plan.text for item in sides[side]]
-    return [
-        _Asked(side, item, pair.codec.encode(item.content, chat_template=plan.chat_template)) for side, item in prompts
-    ]
-
-
-def _people_texts(sides: Mapping[str, Sequence[Prompt]], writer: Writer) -> Iterator[_Written]:
-    """The texts by people that the plan has, if it has any."""
-    if writer.pair.plan.text:
-        for side, items in sides.items():
-            for item in items if side != SHIPPED else ():
-                for text in people_texts(item, writer):
-                    yield _Written(side, item, text)
-
-
-def _continued(asked: Sequence[_Asked], writer: Writer, reporter: Reporter) -> list[_Written]:
-    """What ``writer`` writes after each prompt."""
-    texts = writer.texts([prompt.tokens for prompt in asked], reporter)
-    return [_Written(prompt.side, prompt.item, text) for prompt, text in zip(asked, texts, strict=True)]
 
 
 def _split(
@@ -190,8 +137,25 @@ def _split(
     held_out = _require_enough(HELD_OUT, texts, steps, [*learned, *watched])
     shipped = new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
     measured = tuple((item_of[text], text) for text in (*held_out, *shipped))
-    trained = tuple(tuple(kind) for kind in kinds if kind)
-    return Corpus(trained, tuple(watched), measured, len(held_out), text_from)
+    return Corpus(tuple(tuple(kind) for kind in kinds if kind), tuple(watched), measured, len(held_out), text_from)
+
+
+def _write_sides(
+    pair: Pair, sides: Mapping[str, Sequence[Prompt]], server: Server | None, reporter: Reporter
+) -> tuple[Writer, list[tuple[str, Prompt, Text]]]:
+    """What writes; and the texts, each with its side and the prompt or text by people that it comes from."""
+    plan = pair.plan
+    items = [(side, item) for side in sides for item in sides[side]]
+    # Texts by people are there already: beside them only the shipped prompts are continued.
+    asked = [(side, item) for side, item in items if side == SHIPPED or not plan.text]
+    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in asked]
+    contents = {prompt: item.content for prompt, (_, item) in zip(prompts, asked, strict=True)}
+    writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
+
+    by_people = [(side, item) for side, item in items if side != SHIPPED and plan.text]
+    texts = [(side, item, text) for side, item in by_people for text in people_texts(item, writer)]
+    continued = writer.texts(prompts, reporter)
+    return writer, [*texts, *((side, item, text) for (side, item), text in zip(asked, continued, strict=True))]
 
 
 def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
@@ -250,7 +214,7 @@ def _branches(text: Text, writer: Writer) -> list[PromptTokens]:
     room = writer.pair.base.config.max_position_embeddings - writer.new_tokens
     ends = range(text.prompt_length, min(len(text.tokens), room + 1))
     generator = torch.Generator().manual_seed(stable_hash([writer.pair.plan.seed, *text.tokens]))
-    chosen = torch.randperm(len(ends), generator=generator)[:BRANCHES].sort().values.tolist()
+    chosen = torch.randperm(len(ends), generator=generator)[:_BRANCHES].sort().values.tolist()
     return [text.tokens[: ends[index]] for index in chosen]
 
 
@@ -264,7 +228,6 @@ def new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -
 def _require_enough(
     side: str, texts: Mapping[str, Sequence[Text]], steps: int, earlier: Sequence[Text] = ()
 ) -> list[Text]:
-    """The new texts of ``side``, if they are as many as it needs."""
     fresh = new_texts(texts[side], steps, earlier)
     if len(fresh) < _LEAST[side]:
         raise MtpExtractError(
