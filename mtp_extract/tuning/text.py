@@ -7,10 +7,11 @@ batches and their random numbers depend on the prompts and the seed alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,7 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.work import replace_file
 
-LEAST_AGREEMENT = 0.9
-"""Of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97."""
-
+_LEAST_AGREEMENT = 0.9  # of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97
 _LARGEST = 1 << 34  # bytes of all texts
 _LOOKED_AT = 32  # texts, to see whose they are
 _ARGUMENTS = {"key": "text_key", "model": "text_model"}  # of a server, as a plan calls them
@@ -68,8 +67,7 @@ class Writer:
             what: ``prompts`` are, in words.
 
         Raises:
-            CheckpointError: the file of texts is damaged.
-            OutputError: it cannot be written.
+            CheckpointError, OutputError: the file of texts is damaged, or cannot be written.
             PairError: a prompt does not fit the base's context.
         """
         writer = f"{self.server.kind.name}'s {escape(self.server.model)}" if self.server else "the base"
@@ -87,30 +85,22 @@ class Writer:
         accelerator = self.pair.accelerator
         path = self.pair.plan.kept_in / "texts.jsonl"
         stored, size = _stored_lines(path)
+        named = [(self._name(batch), batch) for batch in batches]
         prompts = sum(map(len, batches))
         done = 0
         for first in range(0, len(batches), accelerator.num_processes):
             # A batch for each process, whose lines the first of them writes.
-            together = batches[first : first + accelerator.num_processes]
-            lines = self._new_lines(together[accelerator.process_index :][:1], stored)
+            together = named[first : first + accelerator.num_processes]
+            mine = together[accelerator.process_index :][:1]
+            new = [TextBatch(name, self._continued(batch)) for name, batch in mine if name not in stored]
+            lines: list[TextBatch] = gather_object(new)
             if lines and accelerator.is_main_process:
                 with replace_file(path, size) as file:
                     size += file.write(msgspec.json.Encoder().encode_lines(lines))
             stored.update({line.name: line.tokens for line in lines})
-            done += sum(map(len, together))
+            done += sum(len(batch) for _, batch in together)
             reporter.done(f"text {done} of {prompts}", done, prompts)
-
-        written: dict[PromptTokens, PromptTokens] = {}
-        for batch in batches:
-            written.update(zip(batch, stored[self._name(batch)], strict=True))
-        return written
-
-    def _new_lines(self, batches: Sequence[Sequence[PromptTokens]], stored: Container[str]) -> list[TextBatch]:
-        """What all processes write now, each after its ``batches``, as far as that is not ``stored``."""
-        names = {self._name(batch): batch for batch in batches}
-        new = [TextBatch(name, self._continued(batch)) for name, batch in names.items() if name not in stored]
-        lines: list[TextBatch] = gather_object(new)
-        return lines
+        return dict(chain.from_iterable(zip(batch, stored[name], strict=True) for name, batch in named))
 
     def _continued(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What follows each of a batch, whose rows draw other numbers from one seed."""
@@ -132,11 +122,11 @@ class Writer:
         only where it gives them. Raises PairError where it writes tokens that the base at hand does not have.
         """
         vocab_size = self.pair.base.vocab_size
+        chat_template = self.pair.plan.chat_template
         questions: list[dict[str, Any]] = []
         for prompt in prompts:
             seed = stable_hash([self._seed, prompt]) >> 20
             options = {"temperature": self.temperature, "seed": seed, **server.kind.ids}
-            chat_template = self.pair.plan.chat_template
             questions.append(question(self.contents[prompt], self.new_tokens, chat_template, **options))
 
         answers: list[PromptTokens] = []
@@ -154,7 +144,6 @@ class Writer:
 
     @property
     def _seed(self) -> int:
-        """Greedy text has none."""
         return self.pair.plan.seed if self.temperature > 0 else 0
 
     def _name(self, batch: Sequence[PromptTokens]) -> str:
@@ -168,11 +157,7 @@ class Writer:
 
 
 def _stored_lines(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
-    """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line."""
     try:
         stored = read_regular(path, _LARGEST)
         # A killed run may have left an incomplete line.
@@ -234,7 +219,6 @@ def connect_writer(plan: TuningPlan) -> Iterator[Server | None]:
 
 @torch.no_grad()
 def _tokens_of_base(base: Base, text: Text) -> int:
-    """How many tokens of the continuation are the choice of ``base``."""
     hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
     choices = argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
     return sum(map(eq, choices, text.continuation))
@@ -253,9 +237,9 @@ def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[
     positions = sum(len(text.continuation) for text in chosen)
     share = sum(_tokens_of_base(base, text) for text in chosen) / max(1, positions)
     name = server.kind.name if server else "people"
-    if server and share < LEAST_AGREEMENT and positions:
+    if server and share < _LEAST_AGREEMENT and positions:
         raise PairError(
-            f"expected {name} to write at least {LEAST_AGREEMENT:.0%} of tokens as the base at hand would, found "
+            f"expected {name} to write at least {_LEAST_AGREEMENT:.0%} of tokens as the base at hand would, found "
             f"{share:.1%} of {positions}. Serve this base, with its own chat template, or name the one that is served.",
             remedies=("base",),
         )
