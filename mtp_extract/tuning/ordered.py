@@ -9,9 +9,10 @@ of another: so the base also continues random tokens, and what the head keeps is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,14 +40,11 @@ from mtp_extract.tuning.text import Writer
 from mtp_extract.tuning.train import EVALUATIONS, cosine_decay
 from mtp_extract.tuning.verdict import Comparisons, describe_change, units_of
 
-LEAST_KEPT = 0.995
-"""Of the dense head's choices, on text of each kind."""
-ENOUGH = 1 - (1 - LEAST_KEPT) / 4
-"""On watched text: a quarter of what may be lost, since other text, which decides, loses more."""
-MOST_LOST_BY_HEAD = 0.02
-"""Teacher-forced tokens per round, against the dense head."""
 RANDOM_PROMPTS = 320
-
+_LEAST_KEPT = 0.995  # of the dense head's choices, on text of each kind
+# On watched text: a quarter of what may be lost, since other text, which decides, loses more.
+_ENOUGH = 1 - (1 - _LEAST_KEPT) / 4
+_MOST_LOST = 0.02  # teacher-forced tokens per round, against the dense head
 _RANDOM_LENGTHS, _RANDOM_NEW_TOKENS = (4, 16, 48), 96  # lengths are those of prompts
 _RANDOM_SHARE = 1 / 3  # of the states that are learned from, those over text after random tokens
 _STATES_A_CENTROID, _LEAST_STATES = 200, 200_000  # asked for; the latter where there are few centroids
@@ -63,11 +61,22 @@ class HeadSample(NamedTuple):
     text: Tensor  # int64 [N], index of the text
 
 
+class OrderedHead(NamedTuple):
+    """Clusters of tokens, and what tells in which to look."""
+
+    ordering: Tensor  # int64 [V], the tokens cluster by cluster
+    centroids: Tensor  # F32 [C, width]
+    best_step: int  # of learning them
+
+    def ranks(self, sample: HeadSample) -> Tensor:
+        """int64 [N]: how many clusters come before the one that has the dense head's choice."""
+        cluster = cluster_of(self.ordering, len(self.centroids))
+        return ranks(sample.states, self.centroids, cluster[sample.choices])
+
+
 def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
     """The pair's checkpoint with an ordered head in place of ``drafter``'s dense one; how it was made, for the record.
-
-    Raises:
-        MtpExtractError: there is too little text of a kind.
+    MtpExtractError where there is too little text of a kind.
     """
     dense_checkpoint = without_ordered_head(pair.origin.checkpoint)
     vocabulary = dense_checkpoint.config.vocab_size
@@ -79,8 +88,10 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
     head = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
-    choose = _ClusterChoice.of(pair, dense_checkpoint, head)
-    top_k = least_top_k([choose.ranks(sample) for sample in watched], vocabulary, count)
+    # What is measured is what is written: centroids may be rounded.
+    written = as_written(pair.origin, with_ordered_head(dense_checkpoint, head.ordering, head.centroids, 1))
+    head_as_written = head._replace(centroids=torch.from_numpy(written.tensors[CENTROIDS].array().copy()))
+    top_k = least_top_k([head_as_written.ranks(sample) for sample in watched], vocabulary, count)
     tokens_a_cluster = vocabulary // count
     about: dict[str, Any] = {
         "centroids": count,
@@ -90,50 +101,27 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
         "states": states,
         "rows_read": count + top_k * tokens_a_cluster,
         "rows_dense": vocabulary,
-        "kinds": _shares_kept(pair, drafter, choose, top_k, _held_out_kinds(corpus, random_by_side[HELD_OUT])),
+        "kinds": _shares_kept(pair, drafter, head_as_written, top_k, corpus, random_by_side[HELD_OUT]),
     }
     return with_ordered_head(dense_checkpoint, head.ordering, head.centroids, top_k), about
 
 
-class OrderedHead(NamedTuple):
-    """Clusters of tokens, and what tells in which to look."""
-
-    ordering: Tensor  # int64 [V], the tokens cluster by cluster
-    centroids: Tensor  # F32 [C, width]
-    best_step: int  # of learning them
-
-
-class _ClusterChoice(NamedTuple):
-    """Which clusters a head looks into: its centroids, rounded as they are written, and the cluster of each token."""
-
-    centroids: Tensor  # F32 [C, width]
-    cluster: Tensor  # int64 [V]
-
-    @classmethod
-    def of(cls, pair: Pair, checkpoint: Checkpoint, head: OrderedHead) -> _ClusterChoice:
-        """Of ``head``, written as the pair's drafter is."""
-        with_head = with_ordered_head(checkpoint, head.ordering, head.centroids, 1)
-        written = as_written(pair.origin, with_head).tensors[CENTROIDS]
-        return cls(torch.from_numpy(written.array().copy()), cluster_of(head.ordering, len(head.centroids)))
-
-    def ranks(self, sample: HeadSample) -> Tensor:
-        """int64 [N]: how many clusters come before the one that has the dense head's choice."""
-        return ranks(sample.states, self.centroids, self.cluster[sample.choices])
-
-
 def _shares_kept(
-    pair: Pair,
-    drafter: Network,
-    choose: _ClusterChoice,
-    top_k: int,
-    kinds: Iterable[tuple[str, Sequence[Text], Tensor]],
+    pair: Pair, drafter: Network, head: OrderedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
 ) -> dict[str, Any]:
     """What share of the dense head's choices is in the first ``top_k`` clusters, by kind of held-out text."""
+    texts = [text for _, text in corpus.held_out]
+    units = units_of(corpus)
+    kinds = {
+        "as trained on": (texts[: corpus.own], units[: corpus.own]),
+        "shipped prompts": (texts[corpus.own :], units[corpus.own :]),
+        "random tokens": (random_tokens, torch.arange(len(random_tokens))),
+    }
     shares = {}
-    for name, texts, unit_of_text in kinds:
-        if texts:
-            sample = collect(pair, drafter, texts, _most_states(len(choose.centroids)))
-            share = estimate_share(unit_of_text[sample.text], choose.ranks(sample) < top_k)
+    for name, (texts_of_kind, unit_of_text) in kinds.items():
+        if texts_of_kind:
+            sample = collect(pair, drafter, texts_of_kind, _most_states(len(head.centroids)))
+            share = estimate_share(unit_of_text[sample.text], head.ranks(sample) < top_k)
             shares[name] = {"share": share.value, "interval": share.ci95}
     return shares
 
@@ -154,23 +142,8 @@ def _collect_kinds(
         collect(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most), conventions),
         collect(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most), conventions),
     ]
-    watched = [
-        collect(pair, drafter, corpus.watched, most),
-        collect(pair, drafter, random_by_side[WATCHED], most),
-    ]
+    watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, random_by_side[WATCHED])]
     return taught, watched
-
-
-def _held_out_kinds(corpus: Corpus, random_tokens: Sequence[Text]) -> Iterator[tuple[str, Sequence[Text], Tensor]]:
-    """By kind of held-out text: its name, its texts, and for each text the unit that an interval counts.
-
-    Windows of one text by people are one unit.
-    """
-    texts = [text for _, text in corpus.held_out]
-    units = units_of(corpus)
-    yield "as trained on", texts[: corpus.own], units[: corpus.own]
-    yield "shipped prompts", texts[corpus.own :], units[corpus.own :]
-    yield "random tokens", random_tokens, torch.arange(len(random_tokens))
 
 
 def with_zero_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -189,7 +162,6 @@ def clusters_of(vocabulary: int) -> int:
 
 
 def without_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` without the ordered head that it may have."""
     tensors = {role: tensor for role, tensor in checkpoint.tensors.items() if role not in HEAD_ROLES}
     return replace(checkpoint, config=replace(checkpoint.mtp, ordered_head=None), tensors=MappingProxyType(tensors))
 
@@ -213,12 +185,10 @@ def random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
     written = writer.texts(prompts, reporter, "random prompts")
     by_side: dict[str, list[Text]] = {}
-    learned: list[Text] = []
-    # After random tokens a base soon writes the same loops: one that was learned shows nothing.
     for side in (TRAINED, WATCHED, HELD_OUT):
         texts = [text for text in written if split_of(str(list(text.prompt))) == side]
-        by_side[side] = new_texts(texts, plan.draft_steps, learned)
-        learned += by_side[side]
+        # After random tokens a base soon writes the same loops: one that was learned shows nothing.
+        by_side[side] = new_texts(texts, plan.draft_steps, list(chain(*by_side.values())))
     return by_side
 
 
@@ -239,11 +209,8 @@ def _random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[in
 def collect(
     pair: Pair, drafter: Network, texts: Sequence[Text], most: int, conventions: Sequence[Convention] = (LITERT,)
 ) -> HeadSample:
-    """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there.
-
-    Raises:
-        MtpExtractError: no draft counts.
-    """
+    """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there;
+    MtpExtractError where none counts."""
     plan = pair.plan
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
     parts: list[HeadSample] = []
@@ -345,7 +312,7 @@ def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
 
 def clusters_needed(kinds: Sequence[Tensor]) -> int:
     """How many clusters keep enough of the choices on every kind of text, by the ranks of the right ones."""
-    return max(int(rank.sort().values[math.ceil(ENOUGH * len(rank)) - 1]) + 1 for rank in kinds)
+    return max(int(rank.sort().values[math.ceil(_ENOUGH * len(rank)) - 1]) + 1 for rank in kinds)
 
 
 def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
@@ -363,7 +330,8 @@ def learn_centroids(
     """Centroids F32 [C, width] that look into the fewest clusters on the worst kind; and the step that made them.
 
     They begin at the ``means`` F32 [C, width] of their clusters, which are step 0, and minimize cross-entropy over
-    clusters: ``choices`` of the samples are clusters here.
+    clusters: ``choices`` of the samples are clusters here. Of those that need as many clusters, those are best whose
+    mean log2 of ranks, summed over kinds, is least.
     """
     random = torch.Generator().manual_seed(seed)
     # States of a root mean square of 1, and scores of about as much.
@@ -373,7 +341,14 @@ def learn_centroids(
     highest_rate = 1 / means.shape[1]
     optimizer = torch.optim.Adam([rows], lr=highest_rate, betas=(0.9, 0.99))
 
-    best = _ScoredCentroids.of(rows, 0, watched, size)
+    def score_centroids(step: int) -> tuple[tuple[int, float], int, Tensor]:
+        copied = rows.detach().clone()
+        kinds = [ranks(sample.states / size, copied, sample.choices) for sample in watched]
+        mean_logs = [float((rank + 1).double().log2().mean()) for rank in kinds]
+        return (clusters_needed(kinds), sum(mean_logs)), step, copied
+
+    # Less is better; of those that are as good, the earlier.
+    best = score_centroids(0)
     for step in range(1, steps + 1):
         states, cluster = _draw_states(taught, random)
         optimizer.param_groups[0]["lr"] = highest_rate * cosine_decay((step - 1) / steps)
@@ -382,36 +357,17 @@ def learn_centroids(
         cross_entropy(scores, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         optimizer.step()
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
-            # Of those that are as good, the earlier.
-            best = min(best, _ScoredCentroids.of(rows, step, watched, size), key=lambda centroids: centroids.score)
-    return best.rows / size, best.step
-
-
-class _ScoredCentroids(NamedTuple):
-    """Centroids on the way: less is better."""
-
-    score: tuple[int, float]  # clusters that are enough on the worst kind of text; the mean log2 of ranks, summed
-    step: int
-    rows: Tensor  # a copy
-
-    @classmethod
-    def of(cls, rows: Tensor, step: int, watched: Sequence[HeadSample], size: float) -> _ScoredCentroids:
-        """Of ``rows`` for states that are divided by ``size``."""
-        copied = rows.detach().clone()
-        kinds = [ranks(sample.states / size, copied, sample.choices) for sample in watched]
-        mean_logs = [float((rank + 1).double().log2().mean()) for rank in kinds]
-        return cls((clusters_needed(kinds), sum(mean_logs)), step, copied)
+            best = min(best, score_centroids(step), key=itemgetter(0))
+    _, best_step, centroids = best
+    return centroids / size, best_step
 
 
 def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:
     """A batch, equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
-    states = []
-    clusters = []
-    for sample in taught:
-        index = torch.randint(len(sample.states), (_BATCH // len(taught),), generator=random)
-        states.append(sample.states[index].float())
-        clusters.append(sample.choices[index])
-    return torch.cat(states), torch.cat(clusters)
+    size = (_BATCH // len(taught),)
+    drawn = [(sample, torch.randint(len(sample.states), size, generator=random)) for sample in taught]
+    states = torch.cat([sample.states[index].float() for sample, index in drawn])
+    return states, torch.cat([sample.choices[index] for sample, index in drawn])
 
 
 def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
@@ -424,12 +380,12 @@ def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
 def head_refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
     """Why the head is not to be saved; ``shares`` says what it keeps of the dense head's choices, by kind of text."""
     for name, kind in shares.items():
-        if kind["share"] < LEAST_KEPT:
+        if kind["share"] < _LEAST_KEPT:
             kept_of = f"{kind['share']:.2%} of the dense head's choices on held-out text ({name})"
-            yield f"it keeps {kept_of}, of which {LEAST_KEPT:.1%} are wanted"
-    if (overall := comparisons.overall).may_lose(MOST_LOST_BY_HEAD):
-        change = describe_change(overall.change)
-        yield f"it may lose more than {MOST_LOST_BY_HEAD} teacher-forced tokens per round ({change})"
+            yield f"it keeps {kept_of}, of which {_LEAST_KEPT:.1%} are wanted"
+    if comparisons.overall.may_lose(_MOST_LOST):
+        change = describe_change(comparisons.overall.change)
+        yield f"it may lose more than {_MOST_LOST} teacher-forced tokens per round ({change})"
     for name, workload in comparisons.workloads.items():
-        if workload.change.interval is not None and workload.change.interval.high < -MOST_LOST_BY_HEAD:
-            yield f"it loses more than {MOST_LOST_BY_HEAD} on {escape(name)} ({describe_change(workload.change)})"
+        if workload.change.interval is not None and workload.change.interval.high < -_MOST_LOST:
+            yield f"it loses more than {_MOST_LOST} on {escape(name)} ({describe_change(workload.change)})"
