@@ -41,18 +41,14 @@ def states_of(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -> lis
     full = base.feed(tokens, needs.layers)
     choices = argmax_tokens(base.logits, full.hidden.flatten(0, 1), base.vocab_size).view(tokens.shape)
     columns = {"tokens": tokens, "hidden": full.hidden, "choices": choices}
-    for layer, states in full.layers.items():
-        columns[f"layer {layer}"] = states
+    columns |= {f"layer {layer}": states for layer, states in full.layers.items()}
     for kind in needs.shared_kv:
-        keys, values = full.shared_kv[kind]
-        columns[f"K of {kind}"] = keys.transpose(1, 2)
-        columns[f"V of {kind}"] = values.transpose(1, 2)
-
-    def copy_row(row: int, length: int) -> Columns:
-        # Copies, so that a text that stays in memory does not keep the tensors of all the others there.
-        return {name: column[row, :length].to("cpu", copy=True) for name, column in columns.items()}
-
-    return [copy_row(row, len(text.tokens)) for row, text in enumerate(texts)]
+        columns[f"K of {kind}"], columns[f"V of {kind}"] = (part.transpose(1, 2) for part in full.shared_kv[kind])
+    # Copies, so that a text that stays in memory does not keep the tensors of all the others there.
+    return [
+        {name: column[row, : len(text.tokens)].to("cpu", copy=True) for name, column in columns.items()}
+        for row, text in enumerate(texts)
+    ]
 
 
 class States:
@@ -79,19 +75,13 @@ class States:
         """Of each of ``texts``, which are among those of the constructor."""
         columns_of: dict[Text, Columns] = {}
         for group in dict.fromkeys(self._group_of[text] for text in texts):
-            columns_of.update(zip(group, self._of_group(group), strict=True))
+            items = self._cache.get(group) or states_of(self._base, self._needs, group)
+            columns_of.update(zip(group, items, strict=True))
+            size = sum(column.nbytes for item in items for column in item.values())
+            if group not in self._cache and size <= self._bytes_free:
+                self._cache[group] = items
+                self._bytes_free -= size
         return [columns_of[text] for text in texts]
-
-    def _of_group(self, group: tuple[Text, ...]) -> list[Columns]:
-        """Of texts that share a forward."""
-        if group in self._cache:
-            return self._cache[group]
-        items = states_of(self._base, self._needs, group)
-        size = sum(column.nbytes for item in items for column in item.values())
-        if size <= self._bytes_free:
-            self._cache[group] = items
-            self._bytes_free -= size
-        return items
 
 
 # Rounds
@@ -229,56 +219,33 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
     """
     steps = pair.plan.draft_steps
     batch = draw_batch(pair, drafter, texts)
-    states = Rounds(drafter, steps)(batch, pair.base.embed, LITERT)
     complete = counted_drafts(batch, steps, greedy=False).all(dim=0)
-    of_token, mean = _acceptance(pair, drafter, batch, states, complete)
+    states = Rounds(drafter, steps)(batch, pair.base.embed, LITERT)[:, complete]  # [K, N, width]
+    positions = target_positions(batch, steps)[:, complete]  # [K, N]
+    rows_at_once = max(1, LOGITS_AT_ONCE // pair.base.vocab_size)
+    rows = (torch.split(column, rows_at_once) for column in (states.flatten(0, 1), positions.flatten()))
+    parts = [_acceptance(pair, drafter, batch, *piece) for piece in zip(*rows, strict=True)]
+    of_token, mean = (torch.cat(column).double().cpu().view(positions.shape) for column in zip(*parts, strict=True))
 
     along = of_token.cumprod(dim=0)
     stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
-    complete = complete.cpu()
-    text = torch.arange(len(texts))[:, None].expand_as(complete)
-    anchors = batch.anchors.cpu()
-    return Acceptance.over(
-        text[complete], anchors[complete], stands.permute(1, 2, 0)[complete], along.permute(1, 2, 0)[complete]
-    )
+    text = torch.arange(len(texts))[:, None].expand(complete.shape)[complete.cpu()]
+    return Acceptance.over(text, batch.anchors[complete].cpu(), stands.T.contiguous(), along.T.contiguous())
 
 
-def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each draft: min(1, q(x) / p(x)) of the text's token x, and its mean over all tokens.
+def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """min(1, q(x) / p(x)) of the text's token x after ``positions`` int64 [n], of B · L, and its mean over all tokens.
 
-    Args:
-        states: [K, B, A, width], of :class:`Rounds`.
-        complete: bool [B, A], the anchors to look at.
-
-    Returns:
-        F64 [K, B, A] each, on the CPU; 1 at other anchors.
+    ``states`` [n, width] are the drafter's there, of :class:`Rounds`. Greedily both say whether the draft is x; [n].
     """
-    positions = target_positions(batch, len(states))
-    tokens = batch.fed.tokens.flatten()
-    hidden = batch.fed.hidden.flatten(0, 1)
-    of_token = torch.ones(positions.shape, dtype=torch.double)
-    mean = torch.ones(positions.shape, dtype=torch.double)
-    rows_at_once = max(1, LOGITS_AT_ONCE // pair.base.vocab_size)
-    for drafts in torch.split(complete.expand(len(states), -1, -1).nonzero(), rows_at_once):
-        index = drafts.unbind(1)
-        place = positions[index]
-        accepted, overlap = _acceptance_of_rows(pair, drafter, states[index], hidden[place], tokens[place + 1])
-        index_on_cpu = drafts.cpu().unbind(1)
-        of_token[index_on_cpu] = accepted.double().cpu()
-        mean[index_on_cpu] = overlap.double().cpu()
-    return of_token, mean
-
-
-def _acceptance_of_rows(
-    pair: Pair, drafter: Network, states: Tensor, hidden: Tensor, next_token: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As :func:`_acceptance`, [n], of ``states`` [n, width] and the base's ``hidden`` states [n, base width]."""
     logits = drafter.logits(states).float()
+    next_token = batch.fed.tokens.flatten()[positions + 1]
     temperature = pair.plan.temperature
     if temperature == 0:
         accepted = logits.argmax(-1) == next_token
         return accepted, accepted
     q = torch.softmax(logits / temperature, dim=-1)
+    hidden = batch.fed.hidden.flatten(0, 1)[positions]
     base_logits = pair.base.logits(hidden.to(pair.base.device)).to(logits.device)
     p = torch.softmax(base_logits / temperature, dim=-1)
     q_of_token = q.gather(1, next_token[:, None]).squeeze(1)
