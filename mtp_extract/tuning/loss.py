@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-LOGITS_AT_ONCE = 1 << 24
-"""Numbers of a chunk of logits: 64 MiB in F32; a handful of such chunks exist at a time."""
+LOGITS_AT_ONCE = 1 << 24  # numbers of a chunk of logits: 64 MiB in F32; a handful of such chunks exist at a time
 
 OBJECTIVES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {"mixed": {"ce": 0.6, "tv": 0.4}, "ce": {"ce": 1.0}, "kl": {"kl": 1.0}, "tv": {"tv": 1.0}}
@@ -105,15 +105,12 @@ class TrainingRows:
 
 
 @torch.no_grad()
-def compute_gradient(
-    rows: TrainingRows, states: Tensor, head: Tensor, logits_at_once: int = LOGITS_AT_ONCE
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loss of ``rows``, and its gradient.
 
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
-        logits_at_once: most logits held in one piece (numbers, not bytes).
 
     Returns:
         The weighted sum, F32 []; how well each row agrees, F32 [N]: whether the argmax is the base's or, where ``kl``
@@ -124,7 +121,7 @@ def compute_gradient(
     agreement = torch.zeros(len(states), device=states.device)
     of_states = torch.zeros_like(states)
     of_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
-    for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, logits_at_once // len(head))):
+    for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, LOGITS_AT_ONCE // len(head))):
         gradient, part, agreement[piece] = _of_logits(rows, piece, states[piece], head)
         loss += part
         of_states[piece] = gradient.to(head.dtype) @ head
@@ -162,7 +159,8 @@ def _of_objective(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_of_logits`, by ``logits`` after cap and temperature; the agreement is the first loss's."""
     loss = torch.zeros((), device=logits.device)
-    parts: list[tuple[Tensor, Tensor]] = []
+    gradients: list[Tensor] = []
+    agreements: list[Tensor] = []
     for number, (name, share) in enumerate(rows.objective.items()):
         # A loss overwrites its logits: all but the last get a copy.
         gradient = logits.clone() if number < len(rows.objective) - 1 else logits
@@ -171,12 +169,9 @@ def _of_objective(
         weights = rows.weights(piece, name, share)
         loss += losses @ weights
         gradient *= (weights / rows.temperature)[:, None]
-        parts.append((gradient, agreement))
-
-    total, agreement = parts[0]
-    for gradient, _ in parts[1:]:
-        total.add_(gradient)
-    return total, loss, agreement
+        gradients.append(gradient)
+        agreements.append(agreement)
+    return reduce(Tensor.add_, gradients), loss, agreements[0]
 
 
 def _base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:

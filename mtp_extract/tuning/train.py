@@ -19,7 +19,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -42,13 +42,9 @@ from mtp_extract.tuning.rounds import (
 )
 from mtp_extract.tuning.work import replace_file
 
-EVALUATIONS = 10
-"""How often the watched texts are measured on the way."""
-PATIENCE = 5
-"""Evaluations without a better one after which training ends."""
-ANCHORS = 24
-"""Positions of each text to draft from in a step: with more, rows of one text say much the same."""
-
+EVALUATIONS = 10  # how often the watched texts are measured on the way
+PATIENCE = 5  # evaluations without a better one after which training ends
+ANCHORS = 24  # positions of each text to draft from in a step: with more, rows of one text say much the same
 _WARM_UP = 0.1  # of the steps
 _LEAST_RATE = 0.02  # of the learning rate, at the end
 
@@ -94,8 +90,7 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
     stopped, or had ended.
 
     Raises:
-        CheckpointError: the state that is there cannot be read.
-        OutputError: the state cannot be written.
+        CheckpointError, OutputError: the state that is there cannot be read, or not be written.
         MtpExtractError: the loss is not finite.
     """
     plan = pair.plan
@@ -114,7 +109,8 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
             run.evaluate()
             run.save()
         reporter.done(f"step {progress.done} of {steps}, loss {loss:.3f}", progress.done, steps)
-        if progress.done < steps and _is_stopped(accelerator, reporter):
+        # If any process is to stop, all must leave the loop together.
+        if progress.done < steps and any(gather_object([reporter.is_stopped()])):
             run.save()
             progress.interrupted = True
             break
@@ -122,11 +118,6 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
     # It keeps the optimizer, and with that two numbers for each that was trained.
     accelerator.free_memory()
     return progress
-
-
-def _is_stopped(accelerator: Accelerator, reporter: Reporter) -> bool:
-    """Whether any process is to stop: all must leave the loop together."""
-    return bool(accelerator.gather(torch.tensor([reporter.is_stopped()], device=accelerator.device)).any())
 
 
 class _Training:
@@ -198,27 +189,23 @@ class _Training:
 def _backward(
     pair: Pair, latents: nn.Module, batch: Batch, convention: Convention, weight: float
 ) -> tuple[float, float]:
-    """Make the gradients of a step, each anchor of this ``weight``; its mean loss, and how well its rows agree."""
+    """Make the gradients of a step, each anchor of this ``weight``; over all processes its mean loss, and how well its
+    rows agree."""
     drafter = pair.drafter
     rows, within = _rows_of(pair, batch, weight)
     weights = {"lm_head.weight": drafter.lm_head.weight, **latents(drafter.lm_head.weight.dtype)}
     head = weights["lm_head.weight"]
 
     # Rounds with the latents' weights, so that gradients reach these.
+    rounds = Rounds(drafter, pair.plan.draft_steps)
     replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
-    states = functional_call(Rounds(drafter, pair.plan.draft_steps), replaced, (batch, pair.base.embed, convention))[
-        within
-    ]
+    states = functional_call(rounds, replaced, (batch, pair.base.embed, convention))[within]
     loss, agreement, gradients = compute_gradient(rows, states, head)
     # The head has no gradient where it is not trained.
     torch.autograd.backward((states, head)[: len(gradients)], gradients)
-    return _over_processes(pair.accelerator, loss, agreement)
 
-
-def _over_processes(accelerator: Accelerator, loss: Tensor, agreement: Tensor) -> tuple[float, float]:
-    """The mean of the ``loss`` of all processes, and of the ``agreement`` [N] of all their rows."""
     of_process = torch.stack((loss, agreement.sum(), loss.new_tensor(len(agreement))))
-    losses, agreements, counts = accelerator.gather(of_process[None]).T
+    losses, agreements, counts = pair.accelerator.gather(of_process[None]).T
     return float(losses.mean()), float(agreements.sum()) / max(1, int(counts.sum()))
 
 
@@ -236,11 +223,8 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Ten
     objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
     within = choosing if objective.keys() == {"ce"} else counted_drafts(batch, plan.draft_steps, greedy=False)
-    logits = _base_logits(pair, batch)
-    temperature = plan.temperature or 1.0
-    return TrainingRows(
-        positions[within], choices, logits, weight, choosing[within], objective, cap, temperature
-    ), within
+    aims = (positions[within], choices, _base_logits(pair, batch), weight, choosing[within])
+    return TrainingRows(*aims, objective, cap, plan.temperature or 1.0), within
 
 
 def _base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
@@ -288,7 +272,6 @@ def _texts_of_step(kinds: Sequence[Sequence[Text]], step: int, count: int, seed:
 
 
 def _random(*parts: int) -> torch.Generator:
-    """Random numbers that depend on ``parts`` alone."""
     seed = 0
     for part in parts:
         seed = (seed * 0x9E3779B97F4A7C15 + part + 1) % (1 << 63)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtp_extract.tuning import loss
 from mtp_extract.tuning.loss import OBJECTIVES, TrainingRows, compute_gradient
 
 ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
@@ -52,7 +54,8 @@ def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: fl
 
     aims = (given["where"], given["base"].argmax(-1), logits, WEIGHT, given["choosing"])
     rows = TrainingRows(*aims, OBJECTIVES[name], cap, temperature)
-    found = compute_gradient(rows, given["states"], given["head"], at_once)
+    with patch.object(loss, "LOGITS_AT_ONCE", at_once):
+        found = compute_gradient(rows, given["states"], given["head"])
     if name != "ce" and at_once > ROWS * VOCABULARY:
         positions = torch.cat(asked)
         assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
@@ -70,8 +73,8 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
         values["head"].requires_grad_()
     expected = plain(name, exact, cap, temperature)
     expected.backward()
-    loss, _, gradients = chunked(name, given, cap, temperature, at_once)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    value, _, gradients = chunked(name, given, cap, temperature, at_once)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for key, gradient in zip(("states", "head"), gradients, strict=True):
         assert (gradient - exact[key].grad).abs().max() < 1e-5 * exact[key].grad.abs().max(), key
 
@@ -107,8 +110,8 @@ def test_nothing_of_the_rows_size_exists() -> None:
     rows, base = 900, torch.randn(1, VOCABULARY)
     states, head = (torch.randn(count, WIDTH, requires_grad=True) for count in (rows, VOCABULARY))
     aimed = torch.arange(rows), torch.zeros(rows, dtype=torch.long), lambda positions: base[0 * positions]
-    with Watching():
+    with Watching(), patch.object(loss, "LOGITS_AT_ONCE", 20 * VOCABULARY):
         for objective in OBJECTIVES.values():
             counted = TrainingRows(*aimed, 1.0, torch.ones(rows, dtype=torch.bool), objective, 30.0)
-            compute_gradient(counted, states, head, 20 * VOCABULARY)
+            compute_gradient(counted, states, head)
     assert 20 * VOCABULARY <= largest <= rows * WIDTH
