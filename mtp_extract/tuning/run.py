@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,11 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     # Too few prompts are no reason to load a base.
     split_prompts(plan)
     pair = Pair(plan, reporter)
-    _check_format(pair)
+    # Nor does work begin where the drafter's format has no room for what the mode makes.
+    if plan.mode == ORDERED:
+        check_writable(pair.origin, with_zero_head(pair.origin.checkpoint), ORDERED)
+    elif plan.mode != EAGLE3:
+        latents_of(pair)
 
     # The first of several processes locks the folder for all.
     is_first = pair.accelerator.is_main_process
@@ -50,21 +54,23 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
         corpus = gather_texts(pair, reporter)
         checkpoint, about, comparisons = _make_and_compare(pair, corpus, reporter)
     refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
-    record = {**about, **_describe(pair, corpus, refused, comparisons)}
+    record = {
+        **about,
+        "recipe": plan.recipe,
+        "base": public_name(plan.base),
+        "base_xxh3": pair.base_fingerprint,
+        "texts": {split: len(getattr(corpus, split)) for split in ("trained", "watched", "held_out")},
+        "text_from": corpus.text_from,
+        "accepted": not refused,
+        "refused": list(refused),
+        **msgspec.to_builtins(comparisons),
+    }
     directory = plan.target if plan.force or not refused else None
     if directory and is_first:
         write_made(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
     pair.accelerator.wait_for_everyone()
     notes = (*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided(), *_text_notes(corpus))
     return Outcome(directory, refused, comparisons, corpus, record, notes)
-
-
-def _check_format(pair: Pair) -> None:
-    """Raise MtpExtractError where the drafter's format has no room for what the mode makes, before any work is done."""
-    if pair.plan.mode == ORDERED:
-        check_writable(pair.origin, with_zero_head(pair.origin.checkpoint), ORDERED)
-    elif pair.plan.mode != EAGLE3:
-        latents_of(pair)
 
 
 def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
@@ -81,38 +87,19 @@ def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[C
     if mode == ORDERED:
         checkpoint, about = make_head(pair, before, corpus, reporter)
     else:
-        checkpoint, about = _train(pair, corpus, reporter)
+        latents = latents_of(pair)
+        progress = train(pair, corpus, latents, reporter)
+        checkpoint = latents.tuned(progress.results)
+        about = {
+            "mode": mode,
+            "numbers": latents.numbers,
+            "steps_done": progress.done,
+            "best_step": progress.step,
+            "interrupted": progress.interrupted,
+        }
     pair.say("measuring what was made on the held-out texts")
     after = measure_acceptance(pair, pair.drafter_of(checkpoint), held_out)
     return checkpoint, about, Comparisons.of(corpus, acceptance, after)
-
-
-def _train(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
-    """The trained checkpoint, and how it was trained, for the record."""
-    latents = latents_of(pair)
-    progress = train(pair, corpus, latents, reporter)
-    about = {
-        "mode": pair.plan.mode,
-        "numbers": latents.numbers,
-        "steps_done": progress.done,
-        "best_step": progress.step,
-        "interrupted": progress.interrupted,
-    }
-    return latents.tuned(progress.results), about
-
-
-def _describe(pair: Pair, corpus: Corpus, refused: Sequence[str], comparisons: Comparisons) -> dict[str, Any]:
-    """What the record says of every tuning: recipe, base, texts, and the measurements before and after."""
-    return {
-        "recipe": pair.plan.recipe,
-        "base": public_name(pair.plan.base),
-        "base_xxh3": pair.base_fingerprint,
-        "texts": {split: len(getattr(corpus, split)) for split in ("trained", "watched", "held_out")},
-        "text_from": corpus.text_from,
-        "accepted": not refused,
-        "refused": list(refused),
-        **msgspec.to_builtins(comparisons),
-    }
 
 
 def _text_notes(corpus: Corpus) -> Iterator[str]:
