@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mtp_extract.architecture import shapes_of
 from mtp_extract.architecture.eagle3 import EAGLE3, FUSED, Eagle3Config
-from mtp_extract.architecture.roles import INDEX, NORM, Role
+from mtp_extract.architecture.roles import INDEX, NORM
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
 from mtp_extract.checkpoint.weight import Weight, of_array
@@ -120,7 +119,7 @@ def head_of(
         texts: of the base, for which tokens are frequent, and how large states are.
         draft_vocab_size: tokens that it may propose, if the base has as many.
         name: of the base, whose embeddings the head shares.
-        dtype: of the base's weights, "bfloat16" or another.
+        dtype: of the base's weights.
     """
     config = head_config(base.config, draft_vocab_size, name)
     rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
@@ -136,15 +135,13 @@ def head_of(
     for role, shape in shapes_of(config).items():
         if role.kind == INDEX:
             tensors[role.name] = of_array(rows - np.arange(len(rows)))
+            continue
+        if role.name in from_base:
+            weight = from_base[role.name]
+        elif role.kind == NORM:
+            weight = torch.ones(*shape)
         else:
-            weight = from_base[role.name] if role.name in from_base else _first_weight(role, shape, generator)
-            tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
+            # What a matrix computes is as large as what it reads.
+            weight = torch.randn(*shape, generator=generator) * shape[1] ** -0.5
+        tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
     return Checkpoint(config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")
-
-
-def _first_weight(role: Role, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Ones for a norm; for a matrix random numbers, by which what is computed is as large as what is read."""
-    if role.kind == NORM:
-        return torch.ones(*shape)
-    scale: float = shape[1] ** -0.5
-    return torch.randn(*shape, generator=generator) * scale

@@ -90,7 +90,7 @@ def idle_roles(plan: TuningPlan) -> tuple[str, ...]:
     return ("post_projection",) if plan.draft_steps == 1 else ()
 
 
-def require_codes(origin: ReadDirectory, idle: Sequence[str] = ()) -> None:
+def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
     """Raise UnsupportedError where a matrix of ``origin`` that is not ``idle`` has no codes, on whose grid to train."""
     tensors = origin.checkpoint.tensors
     for role in shapes_of(origin.checkpoint.config):
@@ -139,11 +139,8 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
 def write_made(
     origin: ReadDirectory, checkpoint: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]
 ) -> None:
-    """Write ``checkpoint`` as ``origin`` is written, to the plan's target, with ``about`` under ``key`` of the record.
-
-    Raises:
-        OutputError: it cannot be written, or reads back differently; nothing is left behind.
-    """
+    """Write ``checkpoint`` as ``origin`` is written, to the plan's target, with ``about`` under ``key`` of the record;
+    OutputError where it cannot be written, or reads back differently: nothing is left behind."""
     planned = planned_like(origin, checkpoint)
     made_from = "tuned_from" if key == "tuning" else "made_from"
     # The origin's proof holds for other weights, or another head.

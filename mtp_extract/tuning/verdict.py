@@ -19,18 +19,12 @@ from mtp_extract.evaluation.agreement import Acceptance, Change, Saving, compare
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.tuning.corpus import Corpus, was_trained_on
 
-MOST_LOST_BY_TUNING = 0.05
-"""Teacher-forced tokens per round, on sequences that training has not seen."""
-
-WORST = 3
-"""Texts that are shown and recorded."""
-
+_MOST_LOST = 0.05  # teacher-forced tokens per round, on sequences that training has not seen
+_WORST = 3  # texts that are shown and recorded
 _NAME = 40  # characters of a prompt that name its text
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one drafter."""
-
     teacher_forced: float  # tokens per round
     rounds: float
     tokens_per_round: float
@@ -126,9 +120,9 @@ class Comparisons(msgspec.Struct, frozen=True):
             change = describe_change(overall.change)
             figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {change}"
             yield f"it is not shown to take fewer rounds on held-out text ({figures})"
-        if unseen and unseen.change.interval is not None and unseen.may_lose(MOST_LOST_BY_TUNING):
+        if unseen and unseen.change.interval is not None and unseen.may_lose(_MOST_LOST):
             where = f"where drafts continue what no training text has ({describe_change(unseen.change)})"
-            yield f"it may lose more than {MOST_LOST_BY_TUNING} teacher-forced tokens per round {where}"
+            yield f"it may lose more than {_MOST_LOST} teacher-forced tokens per round {where}"
         for name, comparison in self.workloads.items():
             if comparison.change.interval is not None and comparison.change.interval.high < 0:
                 yield f"it is worse on {escape(name)} ({describe_change(comparison.change)})"
@@ -152,7 +146,7 @@ def _worst(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]
         forced_before = before.of([index]).teacher_forced
         forced_after = after.of([index]).teacher_forced
         texts.append(Worst(item.workload, name, forced_before, forced_after))
-    return sorted(texts, key=lambda text: text.after - text.before)[:WORST]
+    return sorted(texts, key=lambda text: text.after - text.before)[:_WORST]
 
 
 def units_of(corpus: Corpus) -> Tensor:
