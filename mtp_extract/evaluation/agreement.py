@@ -24,13 +24,7 @@ from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluation.base_texts import Continuations, groups
-from mtp_extract.evaluation.intervals import (
-    Interval,
-    delta_bounds,
-    over_texts,
-    ratio_bounds,
-    share_bounds,
-)
+from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, ratio_bounds, share_bounds
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.target import Base
@@ -43,24 +37,17 @@ def measure_agreements(
     base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> list[Agreement]:
     """What each of ``asked`` drafts along all texts, which the base reads once; PairError if all are too short."""
-    usable = written.usable or range(len(written.texts))
-    batches = groups([len(written.texts[index].tokens) for index in usable], batch)
-    parts = [
-        _measure_batch(base, asked, written, [usable[position] for position in group])
-        for group in report_each(batches, reporter, "drafts after every token")
-    ]
-    return [Agreement.joined(of_drafter) for of_drafter in zip(*parts, strict=True)]
-
-
-def _measure_batch(base: Base, asked: Sequence[Asked], written: Continuations, rows: Sequence[int]) -> list[Agreement]:
-    """As :func:`measure_agreements`, along the texts ``rows``."""
-    texts = [written.texts[row] for row in rows]
-    full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
-    agreements = []
-    for drafter, steps, along in asked:
-        agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
-        agreements.append(replace(agreement, text=torch.tensor(rows)[agreement.text]))
-    return agreements
+    usable = torch.tensor(written.usable or range(len(written.texts)))
+    batches = groups([len(written.texts[row].tokens) for row in usable], batch)
+    parts: list[list[Agreement]] = [[] for _ in asked]
+    for group in report_each(batches, reporter, "drafts after every token"):
+        rows = usable[group]
+        texts = [written.texts[row] for row in rows]
+        full = read_texts(base, texts, [drafter.needs for drafter, *_ in asked])
+        for of_drafter, (drafter, steps, along) in zip(parts, asked, strict=True):
+            agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
+            of_drafter.append(replace(agreement, text=rows[agreement.text]))
+    return [Agreement.joined(of_drafter) for of_drafter in parts]
 
 
 class Step(Record):
@@ -95,7 +82,6 @@ def figures(part: Agreement) -> Workload:
 
 
 def _figures_of_step(part: Agreement, step: int) -> Step:
-    """Of the draft ``step``, from 0."""
     hit = part.drafts == part.targets
     aimed = part.targets[:, step] >= 0
     reached = aimed & hit[:, :step].all(dim=1)
@@ -223,7 +209,6 @@ def estimate_difference(text: Tensor, values: Tensor, level: float = 0.95) -> In
 
 
 def figure(value: float, n: int, interval: Interval | None) -> Figure:
-    """As a record has it."""
     return Figure(known(value), n, list(interval) if interval else None)
 
 

@@ -35,10 +35,9 @@ class Continuations:
     @property
     def workloads(self) -> dict[str, list[int]]:
         """Indices of the texts of each, by name, in order of first appearance."""
-        names = [prompt.workload for prompt in self.prompts]
         indices: dict[str, list[int]] = {}
-        for index, name in enumerate(names):
-            indices.setdefault(name, []).append(index)
+        for index, prompt in enumerate(self.prompts):
+            indices.setdefault(prompt.workload, []).append(index)
         return indices
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -83,16 +83,14 @@ class _Row(msgspec.Struct):
     source: str | int | None = None
 
 
-def _read_rows(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> list[Prompt]:
+def _read_rows(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Iterator[Prompt]:
     """The prompts of a ``.jsonl`` file; ValueError, which names the line, where one has none."""
-    prompts = []
     for number, line in enumerate(stored.splitlines(), 1):
         if line.strip():
             try:
-                prompts.append(_prompt_of(line, workload, chat_template=chat_template, text_alone=text_alone))
+                yield _prompt_of(line, workload, chat_template=chat_template, text_alone=text_alone)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: {error}") from error
-    return prompts
 
 
 def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
@@ -159,7 +157,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
             lines = re.split(r"\r\n|\r|\n", stored.decode())
             prompts = [Prompt(path.stem, text) for text in lines if text.strip()]
         else:
-            prompts = _read_rows(stored, path.stem, chat_template=chat_template, text_alone=text_alone)
+            prompts = list(_read_rows(stored, path.stem, chat_template=chat_template, text_alone=text_alone))
     except OSError as error:
         raise MtpExtractError(
             f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",

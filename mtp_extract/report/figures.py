@@ -102,6 +102,5 @@ def _arms(points: Sequence[Point]) -> list[list[float]]:
 
 
 def _short(name: str) -> str:
-    """As a label."""
     name = escape(name)
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 1]}…{name[-_LONGEST // 2 :]}"

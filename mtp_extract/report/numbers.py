@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 from mtp_extract.io.typed import Figure
 
-DASH = "–"
-"""Where there is no number."""
-
-Ends = Sequence[float] | None
-"""Low and high end of an interval; None for no interval."""
+DASH = "–"  # where there is no number
+Ends = Sequence[float] | None  # low and high end of an interval; None for no interval
 
 
 def format_number(value: float | None, form: str, ends: Ends = None, *, between: str = "–", unit: str = "") -> str:
