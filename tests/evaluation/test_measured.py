@@ -15,16 +15,14 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.evaluation.agreement import (
     Acceptance,
-    Change,
     acceptance_of,
     compare_acceptance,
-    compare_rounds,
     estimate_difference,
     estimate_share,
     figures,
 )
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, share_bounds
+from mtp_extract.evaluation.intervals import delta_bounds, over_texts, share_bounds
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
@@ -32,11 +30,6 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.rounds import measure_acceptance as measured_of
 
 K = 3
-
-
-def surely(interval: Interval | None, value: float = 0) -> int:
-    """Whether the truth is above ``value``, 1, or below, -1, at 95 %."""
-    return 0 if interval is None else (interval.low > value) - (interval.high < value)
 
 
 def whole_rounds(result: Generation) -> list[int]:
@@ -117,22 +110,6 @@ def test_half_a_chance_is_half_a_round() -> None:
     assert measured.tokens_per_round == (1.5 + 0.5 + 2) / 2.5
 
 
-def test_more_drafts_may_stand_in_more_rounds() -> None:
-    """What is gained where no round begins is nothing gained."""
-    text, anchor = torch.arange(20).repeat_interleave(10), torch.arange(200) % 10
-    even, two = (anchor % 2 == 0)[:, None], torch.ones(200, 2, dtype=torch.double)
-    before = Acceptance.over(text, anchor, two * even * torch.tensor([1, 0]))
-    after = Acceptance.over(text, anchor, two * ~even)
-    assert surely(compare_acceptance(before, after).interval) == 1
-    assert (before.rounds, after.rounds) == (5 * 20, 6 * 20)
-    found = compare_rounds(before, after)
-    assert (round(found.ratio, 3), surely(found.interval, 1)) == (0.833, -1)
-    assert surely(compare_rounds(after, before).interval, 1) == 1
-    same = compare_rounds(before, before)
-    assert (same.ratio, same.interval) == (1, (1, 1))
-    assert compare_rounds(before.of([0, 1]), after.of([0, 1])).interval is None
-
-
 def test_differences_by_hand() -> None:
     """Text by text, over the rounds that have both targets."""
     text, anchor = torch.tensor([0, 0, 1, 1]), torch.arange(4)
@@ -153,19 +130,6 @@ def test_an_interval_stays_within_what_can_be() -> None:
     low, high = figures(found).teacher_forced.ci95 or (0, 0)
     assert 1 < low < 1.6 and 3.4 < high < 4
     assert figures(found.of(range(4))).teacher_forced.ci95 is None
-
-
-def test_what_too_few_texts_compare_is_not_decided() -> None:
-    """Two texts that both get worse by as much gave an interval of no width, and a verdict."""
-    before, after = (torch.full((24, 2), value, dtype=torch.double) for value in (1.0, 0.0))
-    found = {}
-    for count in (2, 24):
-        text = torch.arange(count).repeat_interleave(24 // count)
-        found[count] = compare_acceptance(
-            *(Acceptance.over(text, torch.arange(24), stands) for stands in (before, after))
-        )
-    assert found[2] == Change(-2, None, 2)
-    assert surely(found[24].interval) == -1
 
 
 def test_an_interval_of_a_mean_is_over_texts() -> None:

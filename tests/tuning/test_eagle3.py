@@ -159,10 +159,8 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     checkpoint = untrained(base, 3, texts)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
         asked = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
-        plan, latents = (
-            TuningPlan(None, "base", work=tmp_path / objective, **asked),
-            Latents(checkpoint, MODES["eagle3"]),
-        )
+        plan = TuningPlan(None, "base", work=tmp_path / objective, **asked)
+        latents = Latents(checkpoint, MODES["eagle3"])
         found = trained(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
         losses = [entry["loss"] for entry in found.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
