@@ -97,11 +97,8 @@ def _sequences(tokens: Sequence[int]) -> list[int]:
 
 
 def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
-    """The texts that the pair's plan asks for; what is not written yet, the base or a server writes.
-
-    Raises:
-        MtpExtractError: too few prompts or texts, or a server has another base.
-    """
+    """The texts that the pair's plan asks for; what is not written yet, the base or a server writes. MtpExtractError
+    where prompts or texts are too few, or a server has another base."""
     plan = pair.plan
     sides = split_prompts(plan)
     with connect_writer(plan) as server:
@@ -159,11 +156,7 @@ def _write_sides(
 
 
 def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
-    """The prompts, or texts by people, by side.
-
-    Raises:
-        MtpExtractError: too few prompts.
-    """
+    """The prompts, or texts by people, by side; MtpExtractError where they are too few."""
     file = plan.prompts or plan.text
     items = read_prompts(file, chat_template=plan.chat_template) if file else shipped_prompts()
     sides = {side: [item for item in items if split_of(item.source) == side] for side in _LEAST}

@@ -31,12 +31,8 @@ def choose_objective(name: str, temperature: float) -> Mapping[str, float]:
 
 
 def cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """−log q(c) and whether c is the argmax, F32 [rows] each; ``logits`` become the derivative, q less one at c.
-
-    Args:
-        logits: F32 [rows, V].
-        choices: int64 [rows], the base's.
-    """
+    """−log q(c) and whether c is the argmax, F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q less 1
+    at c. ``choices`` c, int64 [rows], are the base's."""
     row = torch.arange(len(logits), device=logits.device)
     hits = (logits.argmax(-1) == choices).float()
     logits -= logits.amax(-1, keepdim=True)
@@ -49,12 +45,8 @@ def cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Ten
 
 
 def divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p·(log p − log q) and Σ min(p, q), F32 [rows] each; ``logits`` become the derivative, q − p.
-
-    Args:
-        logits: F32 [rows, V].
-        log_p: F32 [rows, V], the base's log probabilities; overwritten.
-    """
+    """Σ p·(log p − log q) and Σ min(p, q), F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q − p.
+    ``log_p`` F32 [rows, V] are the base's log probabilities, and overwritten."""
     logits -= logits.logsumexp(-1, keepdim=True)
     loss = torch.einsum("rv,rv->r", log_p.exp(), log_p - logits)
     q, p = logits.exp_(), log_p.exp_()

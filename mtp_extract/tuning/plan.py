@@ -91,11 +91,7 @@ class TuningPlan:
         return {name: getattr(self, name) for name in fields} | {"steps": self.optimizer_steps}
 
     def check(self) -> None:
-        """Check the place of the result, before anything is loaded.
-
-        Raises:
-            MtpExtractError: ``out`` holds something else, or cannot be written.
-        """
+        """Before anything is loaded, raise MtpExtractError where ``out`` holds something else, or cannot be written."""
         from mtp_extract.pipeline.check import recorded
 
         # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.

@@ -61,10 +61,8 @@ class Writer:
     contents: Mapping[PromptTokens, str | Messages] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[PromptTokens], reporter: Reporter = SILENT, what: str = "prompts") -> list[Text]:
-        """What follows each of ``prompts``: what is not kept yet is written, by all processes, a batch each at a time.
-
-        Args:
-            what: ``prompts`` are, in words.
+        """What follows each of ``prompts``, which are ``what``: what is not kept yet is written, by all processes, a
+        batch each at a time.
 
         Raises:
             CheckpointError, OutputError: the file of texts is damaged, or cannot be written.
@@ -229,9 +227,7 @@ def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[
 
     Returns:
         Who wrote; ``texts`` and ``positions`` looked at; ``agreement``, the share of tokens that are the base's choice.
-
-    Raises:
-        PairError: a server has another base.
+        PairError where a server has another base.
     """
     chosen = texts[:: -(-len(texts) // _LOOKED_AT) or 1]
     positions = sum(len(text.continuation) for text in chosen)

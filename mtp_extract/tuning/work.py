@@ -15,11 +15,8 @@ from mtp_extract.errors import OutputError, escape
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """``folder``, which is made, kept from other runs. The lock goes with the process, however it ends.
-
-    Raises:
-        OutputError: another run is at work there, or it cannot be written.
-    """
+    """``folder``, which is made, kept from other runs. The lock goes with the process, however it ends; OutputError
+    where another run is at work there, or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)
@@ -32,10 +29,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 @contextmanager
 def replace_file(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
     """The file at ``path``, cut to ``size`` bytes, to be written on; without a size one that replaces it when whole.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    OutputError where it cannot be written."""
     part = path.with_suffix(".part") if size is None else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
