@@ -34,8 +34,8 @@ from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 from mtp_extract.drafter.load import load_any
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.progress import Reporter
+from mtp_extract.speculate.drafts import DraftTree
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.trees import DraftTree
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 

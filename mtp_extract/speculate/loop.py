@@ -7,7 +7,10 @@ A round drafts K tokens (fewer when fewer could still be emitted, as in transfor
 drafted, the "success rate" LiteRT-LM prints, where every round counts K. The first token comes from the prompt's
 forward and belongs to no round. A draft after a stop token is drafted, not accepted.
 
-Greedy text is the base's own, token for token. Sampled text has the base's distribution.
+Greedy text is the base's own, token for token. Sampled text has the base's distribution, by speculative sampling
+(Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318): a draft x, *drawn from* the drafter's
+distribution q, is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from
+max(0, p - q), normalized. What comes out is then distributed as p, whatever q is.
 """
 
 from __future__ import annotations
@@ -20,17 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_extract.drafter.protocol import BaseOutput, Drafter, RoundStart
 from mtp_extract.errors import DrafterError
-from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
 from mtp_extract.speculate.codec import Codec, PromptInput
-from mtp_extract.speculate.sampling import NOT_DRAWN, Sampling, accept_drafts, draw
+from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, deepest_tree
 from mtp_extract.speculate.target import Base, check_pair
-from mtp_extract.speculate.trees import DraftTree
 
-Drafts = int | AdaptiveDrafts | DraftTree
-"""What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
+_NOT_DRAWN = -1  # in place of a token, where weights are no numbers
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class SpeculativeGenerator:
 
         Args:
             drafts: K, how to adapt it, or a tree.
-            temperature, top_k, top_p: as of :class:`~.sampling.Sampling`; 0 is greedy.
+            temperature, top_k, top_p: as of :class:`Sampling`; 0 is greedy.
             stop_token_ids: tokens that end the text; None takes the base's ``generation_config.eos_token_id``.
             seed: of the random numbers.
             chat_template: take a prompt that is text as what a user says in a chat.
@@ -126,7 +127,7 @@ class SpeculativeGenerator:
         prompt_tokens = self.codec.encode(prompt, chat_template=chat_template)
         stop_tokens = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
         adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        deepest = _deepest_tree(drafts)
+        deepest = deepest_tree(drafts)
 
         # The prompt's own forward gives the first token.
         started = _clock(self.base.device)
@@ -147,21 +148,6 @@ class SpeculativeGenerator:
         return Generation(prompt_tokens, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
 
 
-def _clock(device: torch.device) -> float:
-    """Seconds, once ``device`` has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _deepest_tree(drafts: Drafts) -> DraftTree:
-    """The shape of a round where nothing is cut short; a chain is a tree, too."""
-    if isinstance(drafts, DraftTree):
-        return drafts
-    longest = drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts
-    return DraftTree((1,) * longest)
-
-
 class _GrowingText:
     """One text: what the base has in its cache of it, and the drafter's state."""
 
@@ -176,8 +162,9 @@ class _GrowingText:
 
     def read_prompt(self, prompt_tokens: Sequence[int]) -> int:
         """Run the base over the prompt; the token after it."""
-        self._feed(torch.tensor([prompt_tokens], device=self.base.device))
-        self._keep(range(len(prompt_tokens)))
+        tokens = torch.tensor([prompt_tokens], device=self.base.device)
+        fed = self.base.feed(tokens, self.drafter.needs.layers, self.cache)
+        self.fed = self.base.keep(self.cache, fed, range(len(prompt_tokens)))
         (first,) = _to_host(self.sampling.choose(self.base.logits(self.fed.hidden[0, -1:]), self.random))
         return first
 
@@ -186,85 +173,128 @@ class _GrowingText:
         started = _clock(self.base.device)
         nodes, distributions = self._draft(pending, tree)
         drafted = _clock(self.base.device)
-
         # One forward of the base judges all drafts.
-        self._feed(nodes, tree)
-        logits = self.base.logits(self.fed.hidden[0])
-        if distributions:
-            # Sampled: a draft x that was drawn from q stands with probability min(1, p(x) / q(x)), and the first that
-            # does not is replaced by a draw from max(0, p - q).
-            p = self.sampling.probabilities(logits)
-            path, tokens = _verify_drawn(nodes[0], *accept_drafts(p, nodes[0, 1:], distributions, self.random))
-        else:
-            # Greedy, and a tree: a draft stands while it is the token that the base chooses there.
-            path, tokens = _verify_chosen(nodes[0], self.sampling.choose(logits, self.random), tree)
-        self._keep(path)
+        self.fed = self.base.feed(nodes[None], self.drafter.needs.layers, self.cache, tree=tree)
+        path, tokens = self._judge(nodes, distributions, tree)
+        self.fed = self.base.keep(self.cache, self.fed, path)
         verified = _clock(self.base.device)
         return Round(tuple(tokens), tree.depth, len(path) - 1, 1e3 * (drafted - started), 1e3 * (verified - drafted))
 
     def _draft(self, pending: int, tree: DraftTree) -> tuple[Tensor, list[Tensor]]:
-        """The tokens of a tree's nodes, int64 [1, nodes], and the distribution that each drawn draft was drawn from.
+        """The tokens of a tree's nodes, int64 [nodes], and the distribution that each drawn draft was drawn from.
 
         Drafts are drawn in a chain of sampled text alone: a tree has the drafter's likeliest tokens.
         """
         levels = [torch.tensor([[pending]], device=self.base.device)]
         distributions: list[Tensor] = []
-        state = self._start_round() if tree.depth else None
+        if tree.depth:
+            position = self.fed.positions[:, -1:] + 1
+            self.draft_state = self.drafter.start(RoundStart(self.fed, position, self.base.embed, self.draft_state))
+        state = self.draft_state
         for depth, width in enumerate(tree.widths, 1):
             logits, state = self.drafter.step(state, levels[-1])
             logits = logits[0].to(self.base.device)
             if self.sampling.greedy or tree.width > 1:
-                drafts = _likeliest(logits, width)
+                drafts = logits.topk(width, dim=-1).indices if width > 1 else logits.argmax(-1)
             else:
                 distributions.append(self.sampling.probabilities(logits))
                 drafts = draw(distributions[-1], self.random).clamp(min=0)
-            levels.append(drafts.view(1, -1))
+            levels.append(drafts.reshape(1, -1))
             if width > 1 and depth < tree.depth:
                 state = state.fork(width)
-        return torch.cat(levels, dim=1), distributions
+        return torch.cat(levels, dim=1)[0], distributions
 
-    def _start_round(self) -> Any:
-        """The drafter's state after what stands."""
-        pending = self.fed.positions[:, -1:] + 1
-        self.draft_state = self.drafter.start(RoundStart(self.fed, pending, self.base.embed, self.draft_state))
-        return self.draft_state
+    def _judge(
+        self, nodes: Tensor, distributions: Sequence[Tensor], tree: DraftTree
+    ) -> tuple[Sequence[int], list[int]]:
+        """The accepted path of ``nodes``, which the base was fed, and the new tokens: the base's own last."""
+        logits = self.base.logits(self.fed.hidden[0])
+        if distributions:
+            p = self.sampling.probabilities(logits)
+            accepted, following = accept_drafts(p, nodes[1:], distributions, self.random)
+            count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+            return range(count + 1), [*drafts[:count], last]
 
-    def _feed(self, tokens: Tensor, tree: DraftTree | None = None) -> None:
-        self.fed = self.base.feed(tokens, self.drafter.needs.layers, self.cache, tree=tree)
-
-    def _keep(self, path: Sequence[int]) -> None:
-        self.fed = self.base.keep(self.cache, self.fed, path)
-
-
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """int64 [nodes · count]: after each node the ``count`` likeliest tokens, by ``logits`` [nodes, vocabulary]."""
-    return logits.topk(count, dim=-1).indices.flatten() if count > 1 else logits.argmax(-1)
-
-
-def _verify_drawn(nodes: Tensor, accepted: Tensor, following: Tensor) -> tuple[list[int], list[int]]:
-    """The accepted path of a chain ``nodes``, int64 [nodes], and the new tokens: so many drafts, and the one after."""
-    count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
-    return list(range(count + 1)), [*drafts[:count], last]
-
-
-def _verify_chosen(nodes: Tensor, choices: Tensor, tree: DraftTree) -> tuple[list[int], list[int]]:
-    """The accepted path of ``nodes``, and the new tokens, by the base's choice after each; int64 [nodes] both."""
-    both = _to_host(torch.cat((nodes, choices)))
-    chosen = both[len(nodes) :]
-    path = tree.followed(both[: len(nodes)], chosen)
-    return path, [chosen[node] for node in path]
+        # Greedy, and a tree: a draft stands while it is the token that the base chooses there.
+        both = _to_host(torch.cat((nodes, self.sampling.choose(logits, self.random))))
+        choices = both[len(nodes) :]
+        path = tree.followed(both, choices)
+        return path, [choices[node] for node in path]
 
 
 def _to_host(tokens: Tensor) -> list[int]:
-    """int64 [n] as numbers.
-
-    Raises:
-        DrafterError: a token could not be drawn.
-    """
+    """int64 [n] as numbers; DrafterError where a token could not be drawn."""
     numbers: list[int] = tokens.tolist()
-    if NOT_DRAWN in numbers:
+    if _NOT_DRAWN in numbers:
         raise DrafterError(
             "expected logits to draw a token from, found some that are no numbers: a weight is damaged, or the type "
             "that drafter or base computes in is too small; prove the checkpoint, or compute in bfloat16"
         )
     return numbers
+
+
+def _clock(device: torch.device) -> float:
+    """Seconds, once ``device`` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; the same for base and drafter. transformers raises ValueError for what is out of range."""
+
+    temperature: float = 0.0  # logits are divided by it. 0 is greedy: the argmax, and nothing is random.
+    top_k: int | None = None  # keep the k most likely tokens; None keeps all
+    top_p: float | None = None  # keep the smallest set of most likely tokens whose mass reaches it; None keeps all
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is random. Logits of Gemma 4 are below 30: the likeliest token then has all probability."""
+        return 0 <= self.temperature < 1e-5
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution that tokens are drawn from: F32 [n, vocabulary], of ``logits`` of the same shape.
+
+        By transformers' own warpers: temperature, then top-k, then top-p. Not where greedy.
+        """
+        warp: Any = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        warp += [] if self.top_k is None else [TopKLogitsWarper(self.top_k)]
+        warp += [] if self.top_p is None else [TopPLogitsWarper(float(self.top_p))]
+        no_text: Any = None  # these warpers do not look at it
+        warped: Tensor = warp(no_text, logits.float())
+        return warped.softmax(-1)
+
+    def choose(self, logits: Tensor, random: torch.Generator) -> Tensor:
+        """A token for each row of ``logits`` [n, vocabulary]: int64 [n]."""
+        return logits.argmax(-1) if self.greedy else draw(self.probabilities(logits), random)
+
+
+def draw(weights: Tensor, random: torch.Generator) -> Tensor:
+    """A token for each row of ``weights`` [n, vocabulary], of any sum: int64 [n].
+
+    The least of exponential waiting times, each of its weight's rate. No weight is looked at in Python, which would
+    wait for the device; where their sum is no number above 0, the token is :data:`_NOT_DRAWN`.
+    """
+    token = (weights / torch.empty_like(weights).exponential_(generator=random)).argmax(-1)
+    total = weights.sum(-1)
+    return torch.where((total > 0) & total.isfinite(), token, _NOT_DRAWN)
+
+
+def accept_drafts(p: Tensor, drafts: Tensor, q: Sequence[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """How many drafts of a chain stand, and the token after them: int64 [] each.
+
+    Args:
+        p: [K + 1, vocabulary], the base's distribution after the pending token and after each draft.
+        drafts: int64 [K].
+        q: of each draft, [1, vocabulary], the distribution it was drawn from.
+    """
+    # After the last draft nothing was drawn that could be rejected.
+    drawn_from = torch.cat((*q, torch.zeros_like(p[:1])))
+    index = drafts[:, None]
+    chance = torch.rand(len(drafts), 1, generator=random, device=p.device)
+    accepted = (chance * drawn_from[:-1].gather(1, index) < p[:-1].gather(1, index)).cumprod(0).sum()
+    residual = (p[accepted] - drawn_from[accepted]).clamp(min=0)
+    # p <= q everywhere means p = q: the residual then vanishes but for rounding, and p is its limit. Where q is no
+    # number, neither is it, and nothing is drawn.
+    return accepted, draw(torch.where(residual.sum() <= 0, p[accepted], residual)[None], random)[0]

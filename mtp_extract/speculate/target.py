@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, Drafter
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.speculate.trees import DraftTree
+from mtp_extract.speculate.drafts import DraftTree
 
 
 class Base:
@@ -138,17 +138,13 @@ class Base:
         decoder = self.model.get_decoder()
         modules = [*decoder.layers, decoder.norm]
         states: dict[int, Tensor] = {}
-        hooks = [
-            modules[layer].register_forward_pre_hook(
-                lambda _, entering, layer=layer: states.update({layer: entering[0]})
-            )
-            for layer in layers
-        ]
-        try:
+        with ExitStack() as hooks:
+            for layer in layers:
+                handle = modules[layer].register_forward_pre_hook(
+                    lambda _, entering, layer=layer: states.update({layer: entering[0]})
+                )
+                hooks.enter_context(handle)
             yield states
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def keep(self, cache: DynamicCache, fed: BaseOutput, accepted_path: Sequence[int]) -> BaseOutput:
         """Of the tokens ``fed`` last keep those at ``accepted_path`` alone, as if they had followed one another."""

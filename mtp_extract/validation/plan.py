@@ -8,14 +8,10 @@ from pathlib import Path
 
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.options import check_bounds, require_that
-from mtp_extract.speculate.adaptive import AdaptiveDrafts
-from mtp_extract.speculate.trees import DraftTree
+from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree
 
-MOST_STEPS = 64
-"""Of the drafter, in a round."""
-
-ADAPTIVE = "adaptive"
-"""In the place of a tree: a chain whose K is adapted, up to the largest K that is drafted anyway."""
+MOST_STEPS = 64  # of the drafter, in a round
+ADAPTIVE = "adaptive"  # in the place of a tree: a chain whose K is adapted, up to the largest K that is drafted anyway
 
 
 @dataclass(frozen=True)
@@ -48,12 +44,8 @@ class ValidationPlan:
         for steps in self.draft_steps:
             check_bounds("draft_steps", steps, least=1, most=MOST_STEPS)
         require_that(len(self.draft_steps) > 0, "a number of draft steps, found none. Give one.", "draft_steps")
-        # What is given twice is said before what is missing.
-        self._check_what_for()
-        self._check_trees()
 
-    def _check_what_for(self) -> None:
-        """Whether one drafter is named, and what to validate it against."""
+        # What is given twice is said before what is missing.
         one_drafter = (self.directory is None) == self.sample
         require_that(one_drafter, "either a drafter's directory or the sample. Give one of the two.", "sample")
         alone = not (self.sample and (self.base or self.source))
@@ -63,13 +55,14 @@ class ValidationPlan:
         neither = "a base, a source or both, found neither. Give what to validate against."
         require_that(bool(against), neither, "base", "source")
 
+        self._check_trees()
+
     def _check_trees(self) -> None:
         """Whether trees are some, and whether there is a base to measure what needs one."""
         measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
-        names = [name for name, value in measured.items() if value]
+        names = " and ".join(name for name, value in measured.items() if value)
         has_base = self.sample or self.base is not None
-        missing = f"a base to measure {' and '.join(names)} with, found none. Give it."
-        require_that(has_base or not names, missing, "base")
+        require_that(has_base or not names, f"a base to measure {names} with, found none. Give it.", "base")
         # A number is the name of a chain.
         are_trees = not any(text.isdecimal() for text in self.trees)
         number = "a tree such as 4x2x1, found a number alone. Give it two depths, or K as a draft step."

@@ -32,9 +32,9 @@ from mtp_extract.pipeline.extraction import checkpoint_of, extract_drafter
 from mtp_extract.pipeline.identity import check_identity, drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.progress import SILENT, Reporter
-from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
+from mtp_extract.speculate.drafts import Drafts, DraftTree
+from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.speculate.trees import DraftTree
 from mtp_extract.validation.controls import ControlResult, draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.pair import pair_of
@@ -238,7 +238,7 @@ def _facts_of_base(plan: ValidationPlan, loaded: LoadedBase, contender: _Contend
         chat_template=plan.chat_template and contender.pair.codec.has_template,
         timed=len(alone.texts),
         tokens_per_s=known(alone.tokens_per_s),
-        forward_ms=known(alone.forward_ms),
+        forward_ms=known(alone.verify_ms),
     )
 
 

@@ -7,26 +7,21 @@ the rounds of any chain or tree are read off one pass; their times, and that the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from statistics import fmean
-
-from torch import Tensor
 
 from mtp_extract.evaluation.agreement import figure, known
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import over_texts, share_bounds
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
-from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
-from mtp_extract.speculate.loop import Drafts, Generation, Round, SpeculativeGenerator
+from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, deepest_tree
+from mtp_extract.speculate.loop import Generation, Round, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
-from mtp_extract.speculate.trees import DraftTree
 
-TextPlace = tuple[int, int]
-"""A text's number and the position of its pending token."""
-
+TextPlace = tuple[int, int]  # a text's number and the position of its pending token
 _WARM = 8  # new tokens, before times are taken
 
 
@@ -71,19 +66,19 @@ class Timed:
         return [r for generation in self.texts.values() for r in generation.rounds]
 
     @property
-    def forward_ms(self) -> float:
-        """Of the base alone, the mean of a forward over one token; NaN without any."""
-        return _mean([r.verify_ms for r in self.rounds])
-
-    @property
     def verify_ms(self) -> float:
-        """The mean of a round with drafts; NaN without any."""
-        return _mean([r.verify_ms for r in self.rounds if r.drafted])
+        """The mean of a round, of those with drafts if there are any; of the base alone, of a forward over one token.
+
+        NaN without any.
+        """
+        times = [r.verify_ms for r in self.rounds if r.drafted] or [r.verify_ms for r in self.rounds]
+        return fmean(times) if times else math.nan
 
     @property
     def draft_ms(self) -> float:
         """The mean of a round with drafts; NaN without any."""
-        return _mean([r.draft_ms for r in self.rounds if r.drafted])
+        times = [r.draft_ms for r in self.rounds if r.drafted]
+        return fmean(times) if times else math.nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,7 +109,6 @@ def measure_worth(
     """The rounds of each of ``plans`` along all texts; and what it takes to generate those of ``alone``.
 
     Args:
-        written: what the base wrote after every prompt.
         agreement: over these texts, with as many steps as the longest chain.
         along: with drafts along the texts, as many steps as the deepest tree; None where no tree is planned.
         plans: by name; the longest chain before what is adapted.
@@ -137,24 +131,21 @@ def measure_worth(
 
 def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[TextPlace, int]:
     """How many drafts of a round stand, by the place where it begins; arguments as of :func:`measure_worth`."""
+    depth = deepest_tree(what).depth
     if isinstance(what, DraftTree):
         assert along is not None
-        return {place: what.stands(row[: what.depth]) for place, row in _by_place(along, along.ranks)}
-    stands = (agreement.drafts == agreement.targets).int().cumprod(1)[:, : depth_of(what)].sum(1, keepdim=True)
-    return {place: share for place, (share,) in _by_place(agreement, stands)}
+        agreement = along
+        stands = [what.stands(ranks) for ranks in along.ranks[:, :depth].tolist()]
+    else:
+        stands = (agreement.drafts == agreement.targets)[:, :depth].int().cumprod(1).sum(1).tolist()
+    places = zip(agreement.text.tolist(), agreement.anchor.tolist(), strict=True)
+    return dict(zip(places, stands, strict=True))
 
 
 def best_of(worth: Mapping[str, Worth]) -> str:
     """Of the chains, the one that is predicted to be worth most; of those that tie, the shortest."""
     chains = {name: (row.predicted_speedup or 0.0, -row.drafts) for name, row in worth.items() if not row.tree}
     return max(chains, key=lambda name: chains[name])
-
-
-def depth_of(what: Drafts) -> int:
-    """Most steps of the drafter a round."""
-    if isinstance(what, int):
-        return what
-    return what.depth if isinstance(what, DraftTree) else what.most
 
 
 def walked(
@@ -168,6 +159,7 @@ def walked(
         stands: drafts that stand, where a round begins at this place.
     """
     walks = []
+    deepest = deepest_tree(what).depth
     for index in written.usable:
         text = written.texts[index]
         walk: list[tuple[int, int]] = []
@@ -176,7 +168,7 @@ def walked(
         adaptive = RunningLength(what) if isinstance(what, AdaptiveDrafts) else None
         # Of the tokens that are left one is the base's own, so fewer are drafted near the end.
         while at < last and (tokens_left := text.prompt_length + new_tokens - at - 2) > 0:
-            drafted = min(adaptive.value if adaptive else depth_of(what), tokens_left)
+            drafted = min(adaptive.value if adaptive else deepest, tokens_left)
             accepted = min(stands[index, at], drafted)
             walk.append((drafted, accepted))
             at += accepted + 1
@@ -186,25 +178,24 @@ def walked(
     return walks
 
 
-def _by_place(agreement: Agreement, rows: Tensor) -> Iterable[tuple[TextPlace, list[int]]]:
-    return zip(zip(agreement.text.tolist(), agreement.anchor.tolist(), strict=True), rows.tolist(), strict=True)
-
-
 def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
-    depth = depth_of(what)
-    length = _tokens_per_round(walks, depth)
-    # The base alone writes a token a forward, a round writes ``length`` of them.
-    sooner = (length.value or math.nan) * alone.forward_ms / (timed.verify_ms + timed.draft_ms)
+    tree = deepest_tree(what)
     rounds = list(chain.from_iterable(walks))
+    by_text = [sum(accepted for _, accepted in walk) for walk in walks]
+    # Over the depth it is a share, which the interval wants.
+    interval = over_texts(share_bounds, [accepted / tree.depth for accepted in by_text], list(map(len, walks)))
+    tokens_per_round = 1 + sum(by_text) / len(rounds)
+    # The base alone writes a token a forward.
+    sooner = tokens_per_round * alone.verify_ms / (timed.verify_ms + timed.draft_ms)
     return Worth(
         tree=None if isinstance(what, int) else name,
-        drafts=what.drafts if isinstance(what, DraftTree) else depth,
-        depth=depth,
+        drafts=tree.drafts,
+        depth=tree.depth,
         rounds=len(rounds),
         drafted=sum(drafted for drafted, _ in rounds),
-        accepted=sum(accepted for _, accepted in rounds),
-        tokens_per_round=length,
+        accepted=sum(by_text),
+        tokens_per_round=figure(tokens_per_round, len(rounds), interval and interval.scaled(tree.depth, 1.0)),
         same_text=sum(generation.tokens == alone.texts[row].tokens for row, generation in timed.texts.items()),
         tokens_per_s=known(timed.tokens_per_s),
         verify_ms=known(timed.verify_ms),
@@ -212,16 +203,3 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         predicted_speedup=known(sooner),
         measured_speedup=known(timed.tokens_per_s / alone.tokens_per_s),
     )
-
-
-def _tokens_per_round(walks: Sequence[Sequence[tuple[int, int]]], depth: int) -> Figure:
-    """1 + accepted / rounds, of rounds of at most ``depth`` drafts one after the other, by text."""
-    rounds = [len(walk) for walk in walks]
-    accepted = [sum(stands for _, stands in walk) for walk in walks]
-    # Over ``depth`` it is a share, which the interval wants.
-    interval = over_texts(share_bounds, [stands / depth for stands in accepted], rounds)
-    return figure(1 + sum(accepted) / sum(rounds), sum(rounds), interval and interval.scaled(depth, 1.0))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else math.nan

@@ -17,10 +17,10 @@ from torch import Tensor
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.drafter.protocol import BaseOutput, RoundStart
 from mtp_extract.errors import DrafterError, PairError
+from mtp_extract.speculate.drafts import DraftTree
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.speculate.trees import DraftTree
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))

@@ -15,10 +15,9 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import mtp_extract
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, FaultyDrafter
-from mtp_extract.speculate.adaptive import AdaptiveDrafts, RunningLength
+from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.speculate.trees import DraftTree
 
 TOKENS = 80
 """Generated in most tests: five windows of the trained base."""
@@ -161,35 +160,6 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(
         assert all(len(r.tokens) == r.accepted + 1 for r in result.rounds[:-1])
         ends |= {len(r.tokens) - r.accepted for r in result.rounds[-1:]}
     assert ends == {0, 1}
-
-
-def test_adaptive_length_follows_acceptance() -> None:
-    eager = RunningLength(AdaptiveDrafts(most=6))
-    for held, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back
-        for _ in range(60):
-            eager.observe(eager.value, eager.value if held else 0, eager.value * 1.0, 10.0)
-        assert eager.value == wanted
-
-
-def test_adaptive_length_follows_cost() -> None:
-    lengths = []
-    for ratio in (0.02, 0.2, 0.8):
-        length = RunningLength(AdaptiveDrafts(most=8, cost_ratio=ratio))
-        for _ in range(30):
-            length.observe(length.value, min(2, length.value), 99.0, 1.0)
-        lengths.append(length.value)
-    assert lengths == sorted(lengths, reverse=True)
-    assert len(set(lengths)) > 1
-    assert max(lengths) <= 4, "the third draft is never accepted; the fourth, never tried, is taken to be like the rest"
-
-
-def test_adaptive_length_judges_a_step_by_the_rounds_that_reached_it() -> None:
-    length = RunningLength(AdaptiveDrafts(most=4))
-    for _ in range(200):
-        length.observe(4, 1, 4.0, 10.0)
-        length.observe(4, 4, 4.0, 10.0)
-    # The prior of 4 rounds weighs what 20 rounds are remembered.
-    assert length.conditional == pytest.approx([0.97, 0.6, 0.93, 0.93], abs=0.05)
 
 
 def test_a_bfloat16_drafter_serves_a_float32_base(pair: Pair) -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from mtp_extract.evaluation.agreement import measure_agreements
 from mtp_extract.evaluation.base_texts import Continuations
-from mtp_extract.speculate.adaptive import AdaptiveDrafts
+from mtp_extract.speculate.drafts import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.verdict import drafts_of
+from mtp_extract.validation.result import drafts_of
 from mtp_extract.validation.worth import (
     Timed,
     Worth,

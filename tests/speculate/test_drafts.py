@@ -1,8 +1,10 @@
-"""Trees of drafts: their shapes, what they hold, and what they leave."""
+"""Trees of drafts, and K that is adapted: shapes, what a tree holds and leaves, and what a round yields."""
 
 from __future__ import annotations
 
+import doctest
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from helpers.random_heads import head_config, random_head
 from helpers.random_pairs import random_base, random_drafter
 
 from mtp_extract.errors import MtpExtractError
+from mtp_extract.speculate import drafts
+from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree, RunningLength, best_draft_length, expected_tokens
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.trees import DraftTree
 
 TREE = DraftTree.parse("3x2x2")
 
@@ -106,3 +109,60 @@ def test_what_a_tree_leaves_is_what_a_chain_leaves(window: int) -> None:
                 assert slots == text.shape[1] if base.windows[kind] is None else slots > window
                 for found, whole in zip((keys, values), plain.shared_kv[kind], strict=True):
                     torch.testing.assert_close(found, whole[:, :, -slots:], atol=1e-5, rtol=1e-5)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(drafts) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "acceptance", "tokens"),
+    [(1, 0.8, 1.80), (2, 0.8, 2.44), (3, 0.8, 2.95), (4, 0.8, 3.36), (3, 0.5, 1.88), (3, 0.9, 3.44)],
+)
+def test_table_of_expected_tokens(drafts: int, acceptance: float, tokens: float) -> None:
+    assert expected_tokens([acceptance] * drafts) == pytest.approx(tokens, abs=0.006)
+    assert expected_tokens([acceptance] * drafts) == pytest.approx((1 - acceptance ** (drafts + 1)) / (1 - acceptance))
+
+
+def test_best_draft_length() -> None:
+    assert best_draft_length([0.95, 0.9, 0.4, 0.9], draft_cost=0.3) == 2
+    assert best_draft_length([0.9] * 6, draft_cost=0) == 6
+    assert best_draft_length([0.9] * 6, draft_cost=2.0) == 0
+
+
+def test_ends() -> None:
+    assert expected_tokens([0.0] * 5) == 1
+    assert expected_tokens([1.0] * 5) == 6
+    assert expected_tokens([]) == 1
+    assert expected_tokens([0.0, math.nan]) == 1, "no rate where nothing came to it"
+    assert expected_tokens([0.5, 0.0, math.nan]) == 1.5
+    assert math.isnan(expected_tokens([0.5, math.nan]))
+
+
+def test_adaptive_length_follows_acceptance() -> None:
+    eager = RunningLength(AdaptiveDrafts(most=6))
+    for held, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back
+        for _ in range(60):
+            eager.observe(eager.value, eager.value if held else 0, eager.value * 1.0, 10.0)
+        assert eager.value == wanted
+
+
+def test_adaptive_length_follows_cost() -> None:
+    lengths = []
+    for ratio in (0.02, 0.2, 0.8):
+        length = RunningLength(AdaptiveDrafts(most=8, cost_ratio=ratio))
+        for _ in range(30):
+            length.observe(length.value, min(2, length.value), 99.0, 1.0)
+        lengths.append(length.value)
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) > 1
+    assert max(lengths) <= 4, "the third draft is never accepted; the fourth, never tried, is taken to be like the rest"
+
+
+def test_adaptive_length_judges_a_step_by_the_rounds_that_reached_it() -> None:
+    length = RunningLength(AdaptiveDrafts(most=4))
+    for _ in range(200):
+        length.observe(4, 1, 4.0, 10.0)
+        length.observe(4, 4, 4.0, 10.0)
+    # The prior of 4 rounds weighs what 20 rounds are remembered.
+    assert length.conditional == pytest.approx([0.97, 0.6, 0.93, 0.93], abs=0.05)
