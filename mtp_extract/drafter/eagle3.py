@@ -86,14 +86,15 @@ class Eagle3Layer(nn.Module):
         In the products b is the batch, l a query, k a KV head, g a query head of its group, s a slot, t a step.
         """
         q = self.queries(x, by) * self.config.head_dim**-0.5
-        cache_scores = torch.einsum("blkgd,bskd->blkgs", q, cache[0])
-        cache_scores = cache_scores.masked_fill(~visible[:, :, None, None], -math.inf)
-        step_scores = torch.einsum("blkgd,bltkd->blkgt", q, step_kv[0])
+        keys, values = cache
+        step_keys, step_values = step_kv
+        cache_scores = torch.einsum("blkgd,bskd->blkgs", q, keys).masked_fill(~visible[:, :, None, None], -math.inf)
+        step_scores = torch.einsum("blkgd,bltkd->blkgt", q, step_keys)
         weights = torch.cat((cache_scores, step_scores), dim=-1).softmax(-1)
 
-        slots = cache[1].shape[1]
-        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], cache[1])
-        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], step_kv[1])
+        slots = values.shape[1]
+        mixed = torch.einsum("blkgs,bskd->blkgd", weights[..., :slots], values)
+        mixed = mixed + torch.einsum("blkgt,bltkd->blkgd", weights[..., slots:], step_values)
         out: Tensor = self.o_proj(mixed.flatten(2).type_as(x))
         return out
 
@@ -112,17 +113,13 @@ class Eagle3State:
 
     def fork(self, width: int) -> Eagle3State:
         """Go on from each query ``width`` times, each with K and V of its own steps."""
-        step_kv = None
-        if self.step_kv is not None:
-            keys, values = self.step_kv
-            step_kv = keys.repeat_interleave(width, 1), values.repeat_interleave(width, 1)
-        return replace(
-            self,
-            hidden=self.hidden.repeat_interleave(width, 1),
-            positions=self.positions.repeat_interleave(width, 1),
-            visible=self.visible.repeat_interleave(width, 1),
-            step_kv=step_kv,
-        )
+
+        def repeated(part: Tensor) -> Tensor:
+            return part.repeat_interleave(width, 1)
+
+        step_kv = self.step_kv and (repeated(self.step_kv[0]), repeated(self.step_kv[1]))
+        hidden, positions, visible = map(repeated, (self.hidden, self.positions, self.visible))
+        return replace(self, hidden=hidden, positions=positions, visible=visible, step_kv=step_kv)
 
 
 def _append(first: KV, second: KV, dim: int) -> KV:
@@ -192,8 +189,11 @@ class Eagle3Drafter(DrafterNetwork):
 
         In the first round the base was fed from position 0 on.
         """
-        device = self.fc.weight.device
-        embed = self._embedding(base.embed)
+        weight = self.fc.weight
+        device = weight.device
+        # As engines share it with the head: the base's table, without the factor of its module.
+        scale = self.config.backbone_hidden_size**-0.5
+        embed: Embed = self.embed_tokens or (lambda tokens: (base.embed(tokens).float() * scale).to(weight))
         states = self.fuse(base.fed.layers)  # [B, F, W]
         embedded = embed(base.fed.tokens.to(device))
         positions = base.fed.positions.to(device) - 1  # those of the states that tokens are read beside
@@ -210,12 +210,13 @@ class Eagle3Drafter(DrafterNetwork):
         return Eagle3State(embed, gather_positions(states, newest - first), newest, cache, visible)
 
     def _keys_values(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> KV:
-        return self.layer.keys_values(self.layer.read(embedding, hidden), self._angles(positions))
+        by = angles(positions, self.config.head_dim, self.rope)
+        return self.layer.keys_values(self.layer.read(embedding, hidden), by)
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
-        """As :meth:`DrafterNetwork.advance`; what comes out takes the place of the fused state in the next step."""
+        """What comes out takes the place of the fused state in the next step."""
         x = self.layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
-        by = self._angles(state.positions)
+        by = angles(state.positions, self.config.head_dim, self.rope)
         keys, values = self.layer.keys_values(x, by)
         step_kv = keys[:, :, None], values[:, :, None]
         if state.step_kv is not None:
@@ -234,12 +235,3 @@ class Eagle3Drafter(DrafterNetwork):
         logits = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
         logits[..., self.targets] = drafted
         return logits
-
-    def _angles(self, positions: Tensor) -> Angles:
-        return angles(positions, self.config.head_dim, self.rope)
-
-    def _embedding(self, embed: Embed) -> Embed:
-        """Tokens → embedding as engines share it with the head: the base's table, without the factor of its module."""
-        weight = self.fc.weight
-        scale = self.config.backbone_hidden_size**-0.5
-        return self.embed_tokens or (lambda tokens: (embed(tokens).float() * scale).to(weight))

@@ -16,8 +16,7 @@ from mtp_extract.drafter.network import DrafterNetwork, with_weights
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 
-Network = DrafterNetwork
-"""A drafter of whichever architecture."""
+Network = DrafterNetwork  # a drafter of whichever architecture
 
 
 def load_any(
@@ -34,9 +33,8 @@ def load_any(
         DrafterError: FP16 was asked for.
     """
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
-    network: Network = with_weights(
-        architecture_of(checkpoint.config).network_class(), checkpoint.config, _state(checkpoint, dtype, device)
-    )
+    config = checkpoint.config
+    network: Network = with_weights(architecture_of(config).network_class(), config, _state(checkpoint, dtype, device))
     return network
 
 

@@ -192,14 +192,7 @@ class MtpDrafter(DrafterNetwork):
         return MtpState(base.embed, base.hidden.to(self.pre_projection.weight), views)
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        """One draft step without the head; the projected state takes the place of the base's hidden state.
-
-        Args:
-            token: int64 [batch, queries].
-
-        Returns:
-            The state after the final norm, [batch, queries, width], and the state of the next step.
-        """
+        """The projected state takes the place of the base's hidden state in the next step."""
         h = self.pre_projection(torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1))
         for layer, view in zip(self.layers, state.views, strict=True):
             h = layer(h, view)
@@ -222,9 +215,8 @@ class MtpDrafter(DrafterNetwork):
             keys, values = (part.to(device, torch.float32).contiguous() for part in shared_kv[layer.layer_type])
             heads_a_group = self.config.num_heads // layer.num_kv_heads
             bias = None if masks is None else _bias(masks[layer.layer_type].to(device), heads_a_group)
-            view_of[layer] = AttentionInput(
-                keys, values, bias, angles(position_ids.to(device), layer.head_dim, layer.rope)
-            )
+            by = angles(position_ids.to(device), layer.head_dim, layer.rope)
+            view_of[layer] = AttentionInput(keys, values, bias, by)
         return tuple(view_of[layer] for layer in self.config.layers)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp_extract.architecture.config import RopeConfig
-from mtp_extract.drafter.protocol import BaseRequirements, RoundStart
+from mtp_extract.drafter.protocol import Drafter
 
 _Shape = TypeVar("_Shape")
 _Network = TypeVar("_Network", bound=nn.Module)
@@ -67,29 +67,15 @@ def turn(x: Tensor, by: Angles) -> Tensor:
     return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
 
 
-class DrafterNetwork(nn.Module, ABC):
-    """A network that drafts by the :class:`~mtp_extract.drafter.protocol.Drafter` protocol; ``config`` is its shape."""
+class DrafterNetwork(nn.Module, Drafter):
+    """A network that drafts by the protocol; ``config`` is its shape."""
 
     config: Any
     lm_head: nn.Linear
 
-    @property
-    @abstractmethod
-    def needs(self) -> BaseRequirements:
-        """What it reads of its base."""
-
-    @abstractmethod
-    def start(self, base: RoundStart) -> Any:
-        """As of the protocol."""
-
     @abstractmethod
     def advance(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
-        """One draft step without the head: the state after the final norm, [batch, queries, width], and what follows.
-
-        Args:
-            state: from ``start``, or from the step before.
-            token: int64 [batch, queries], the pending token, then one that was drafted last.
-        """
+        """As :meth:`step`, with the state after the final norm, [batch, queries, width], in place of logits."""
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
@@ -105,7 +91,6 @@ class DrafterNetwork(nn.Module, ABC):
         return tokens
 
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
-        """As :meth:`advance`, with logits [batch, queries, vocabulary] in place of the state."""
         h, following = self.advance(state, token)
         return self.logits(h), following
 

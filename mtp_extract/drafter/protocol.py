@@ -6,17 +6,15 @@ sequence, or one for every branch of a tree; in teacher forcing one for every po
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-KV = tuple[Tensor, Tensor]
-"""K and V, each [batch, KV heads, slots, head_dim]; K already rotated."""
-
-Embed = Callable[[Tensor], Tensor]
-"""Tokens [...] → [..., width], the base's embedding, times the root of its width."""
+KV = tuple[Tensor, Tensor]  # K and V, each [batch, KV heads, slots, head_dim]; K already rotated
+Embed = Callable[[Tensor], Tensor]  # tokens [...] → [..., width], the base's embedding, times the root of its width
 
 
 def gather_positions(part: Tensor, places: Tensor) -> Tensor:
@@ -72,12 +70,15 @@ class Drafter(Protocol):
     """A small model that proposes the tokens its base will say. Only it looks into the states that it makes."""
 
     @property
+    @abstractmethod
     def needs(self) -> BaseRequirements:
         """What it reads of its base."""
 
+    @abstractmethod
     def start(self, base: RoundStart) -> Any:
         """The state that a round begins with; its ``fork(width)`` goes on from each query ``width`` times."""
 
+    @abstractmethod
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
         """One draft step.
 
