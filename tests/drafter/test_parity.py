@@ -1,21 +1,25 @@
-"""The reference drafter is the function of transformers' Gemma4AssistantForCausalLM."""
+"""The reference drafter is the function of transformers' Gemma4AssistantForCausalLM, and of the sample's bundle."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.random_assistants import GEOMETRIES, Geometry, random_assistant
 from helpers.random_pairs import drafter_from
-from helpers.signature import one_step
+from helpers.signature import one_step, run_signature
 
 from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseOutput, RoundStart
 from mtp_extract.formats.transformers import parse_config
 
+TRUTH = Path(__file__).parent.parent / "truth"
 WINDOW_EDGE = (1, 5, 6, 7, 40)
 """Context lengths around the windows used, 1 and 5 (transformers sees window + 1 slots), and well beyond them."""
 
@@ -136,3 +140,29 @@ def test_which_slots_a_query_sees(convention: Convention) -> None:
             least = newest - (layer.sliding_window or 99) - convention.window_extra
             seen = [least < position <= newest for position in range(12 - sizes[layer.layer_type], 12)]
             assert (view.bias[0, 0, row] == 0).tolist() == seen
+
+
+def samples(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(signature inputs, outputs of transformers over the dequantized weights) of each sample."""
+    with np.load(TRUTH / f"{name}.io.npz") as file:
+        data = dict(file)
+    count = len({key.split("/")[0] for key in data})
+    parts = [[f"{i}/in/", f"{i}/torch_dequant/"] for i in range(count)]
+    return [
+        tuple({key.removeprefix(at): value for key, value in data.items() if key.startswith(at)} for at in both)
+        for both in parts
+    ]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("layout", ["transformers", "litert"])
+@pytest.mark.parametrize("name", ["e2e_jax_mix48", "e2e_mix48"])
+@torch.no_grad()
+def test_equal_to_the_dequantized_drafter(sample_directories: dict[str, Path], layout: str, name: str) -> None:
+    drafter = load_drafter(sample_directories[layout])
+    positions = []
+    for inputs, expected in samples(name):
+        logits, projected = run_signature(drafter, inputs)
+        np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(projected.numpy(), expected["projected_activations"], atol=1e-5, rtol=1e-5)
+        positions.append(int(inputs["input_pos"][0]))
+    assert min(positions) < 16 < max(positions), "the samples must lie on both sides of the window"
