@@ -50,35 +50,24 @@ from mtp_extract.validation.parity import (
     longest_cache,
     positions_of,
     random_inputs,
-    reference_outputs,
+    reference_output,
 )
 
-AS_IT_IS = 0.5
-"""Least correlation, over all cases, with what the section computes of its integers."""
-
-XNNPACK_SLOTS = 4096
-"""Longest caches that XNNPACK is asked to look at: 0.25 GB for a drafter of E2B, 1.06 GB of twice as many."""
-
-_CAST = 53
+AS_IT_IS = 0.5  # least correlation, over all cases, with what the section computes of its integers
+XNNPACK_SLOTS = 4096  # longest caches that XNNPACK looks at: 0.25 GB for a drafter of E2B, 1.06 GB of twice as many
+_CAST = 53  # of LiteRT's builtin operators
 _ROOM_FOR_TABLES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Parity:
-    """A drafter beside Google's interpreter.
+    """A drafter beside Google's interpreter."""
 
-    Attributes:
-        nearby: with every tensor of codes as floats, at the first positions.
-        in_floats: at all positions.
-        as_it_is: with the file's integers, which round activations.
-        nearby_allowed, allowed: the largest difference of the first two that counts as the same function.
-    """
-
-    nearby: Apart
-    in_floats: Apart
-    as_it_is: Apart
-    nearby_allowed: float
-    allowed: float
+    nearby: Apart  # with every tensor of codes as floats, at the first positions
+    in_floats: Apart  # the same at all positions
+    as_it_is: Apart  # with the file's integers, which round activations
+    nearby_allowed: float  # largest difference of the first that counts as the same function
+    allowed: float  # the same of the second
 
     @property
     def agrees(self) -> bool:
@@ -90,16 +79,15 @@ class Parity:
 def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int = 0) -> Parity:
     """Compare ``drafter``, float32 on the CPU, with the interpreter, on so many random steps.
 
-    Raises:
-        UnsupportedError: the interpreter is not there, or cannot run the section.
+    It raises what :func:`interpreted` does.
     """
 
     def outputs(floats: bool) -> tuple[list[Outputs], list[Outputs]]:
-        ours, theirs = (random_inputs(source, samples, seed, quiet=floats) for _ in range(2))
-        return reference_outputs(drafter, source, ours), interpreted(source, theirs, floats=floats)
+        ours = [reference_output(drafter, source, x) for x in random_inputs(source, samples, seed, quiet=floats)]
+        return ours, interpreted(source, random_inputs(source, samples, seed, quiet=floats), floats=floats)
 
     ours, theirs = outputs(True)
-    positions = positions_of(source, samples)
+    positions = positions_of(source, samples, quiet=True)
     near = [position for position in positions if position < NEAR]
     terms = max(weight.shape[-1] for weight in drafter.parameters())
     return Parity(
@@ -114,8 +102,7 @@ def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int =
 def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Check:
     """:func:`measure_parity`, and what it says of ``drafter``.
 
-    The check is left open where the interpreter cannot run the file, or calls a drafter wrong that is known to be
-    right.
+    The check is left open where it cannot run the file, or calls a drafter wrong that is known to be right.
     """
 
     def examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool | None, str]:
@@ -132,15 +119,11 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
             f"{rough.correlation:.3f}, the same top token in {rough.top1} of {samples} samples"
         )
 
-    what = "Google's interpreter computes the same"
-    return examined("interpreter", what, examine, Path(), drafter, source)
+    return examined("interpreter", "Google's interpreter computes the same", examine, Path(), drafter, source)
 
 
 def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
-    """What Google's interpreter computes of each of ``steps``.
-
-    Args:
-        floats: run the section in floats.
+    """What Google's interpreter computes of each of ``steps``, of the section in ``floats`` or as it is.
 
     Raises:
         UnsupportedError: the interpreter is not there, or cannot run the section.
@@ -179,10 +162,8 @@ def _section(source: Shard, *, floats: bool) -> bytes:
     """The section as the interpreter is given it."""
     if floats:
         return in_floats(source.model)
-    if needs_reference_kernels(source):
-        misread = _misread_by_reference_kernels(source.model)
-        if misread:
-            return in_floats(source.model, lambda tensor: (tensor.subgraph, tensor.index) in misread)
+    if needs_reference_kernels(source) and (misread := _misread_by_reference_kernels(source.model)):
+        return in_floats(source.model, lambda tensor: (tensor.subgraph, tensor.index) in misread)
     return source.model.region.read(0, source.model.region.size)
 
 
@@ -190,7 +171,9 @@ def _misread_by_reference_kernels(model: TfliteModel) -> set[tuple[int, int]]:
     """Subgraph and index of the weights that the reference kernels take for other numbers."""
     misread = set()
     for graph in model.subgraphs:
-        misread |= {(tensor.subgraph, tensor.index) for tensor in graph.tensors if _has_blocks(tensor)}
+        for tensor in graph.tensors:
+            if tensor.quantization is not None and tensor.quantization.blockwise is not None:
+                misread.add((tensor.subgraph, tensor.index))
         for operator in graph.operators:
             if operator.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL"):
                 continue
@@ -268,7 +251,11 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
 
     chosen = chosen or is_coded
     section = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
-    _bring_in_constants(section, model)
+    # What is written again has nothing behind its flatbuffer: constants that lie there are brought in.
+    for buffer in section.buffers:
+        if buffer.data is None and buffer.offset > 1:
+            buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
+            buffer.offset = buffer.size = 0
     cast = schema.OperatorCodeT(deprecatedBuiltinCode=_CAST, version=1, builtinCode=_CAST)
     section.operatorCodes.append(cast)
     for graph, subgraph in zip(section.subgraphs, model.subgraphs, strict=True):
@@ -282,36 +269,21 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None
                 floats = QuantizedTensor.of(model, stored).floats().view(np.uint8)
                 section.buffers.append(schema.BufferT(data=floats))
         _cast_between_floats(graph, subgraph, section.operatorCodes.index(cast))
-    builder = flatbuffers.Builder(_room_for(section))
+    # A builder that grows copies everything again and again.
+    size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
+    builder = flatbuffers.Builder(_ROOM_FOR_TABLES + size)
     builder.Finish(section.Pack(builder), TFLITE_IDENTIFIER)
     return bytes(builder.Output())
 
 
 def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
-    """Make every QUANTIZE and DEQUANTIZE between two floats of ``graph`` the operator ``cast``, which does nothing.
-
-    Args:
-        cast: the number of CAST among the section's operators.
-    """
+    """Make every QUANTIZE and DEQUANTIZE between two floats the section's operator of number ``cast``: a CAST."""
     for node, operator in zip(graph.operators, subgraph.operators, strict=True):
         ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
         if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
             node.opcodeIndex = cast
             node.builtinOptionsType = 0
             node.builtinOptions = None
-
-
-def _room_for(section: Any) -> int:
-    """Bytes that ``section`` takes and some more: a builder that grows copies everything again and again."""
-    return _ROOM_FOR_TABLES + sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
-
-
-def _bring_in_constants(section: Any, model: TfliteModel) -> None:
-    """Into the flatbuffer, those that lie behind it: what is written again has no behind."""
-    for buffer in section.buffers:
-        if buffer.data is None and buffer.offset > 1:
-            buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
-            buffer.offset = buffer.size = 0
 
 
 def is_coded(tensor: Tensor) -> bool:
@@ -322,11 +294,6 @@ def is_coded(tensor: Tensor) -> bool:
         and quantization is not None
         and (quantization.scales.count > 0 or quantization.details != "none")
     )
-
-
-def _has_blocks(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has scales by block."""
-    return tensor.quantization is not None and tensor.quantization.blockwise is not None
 
 
 def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:

@@ -14,9 +14,15 @@ from mtp_extract.report import figures
 from mtp_extract.report.files import PAGE_FILE, PAIR, REPORT, REPORT_LISTED
 from mtp_extract.report.numbers import format_mean, format_number, format_rate
 from mtp_extract.report.page import Page, ReportTable, as_html, as_json
-from mtp_extract.validation.result import DrafterFigures, Validation
-from mtp_extract.validation.verdict import drafts_of, findings, format_change, headlines
-from mtp_extract.validation.worth import Worth
+from mtp_extract.validation.result import (
+    DrafterFigures,
+    RunFacts,
+    Validation,
+    drafts_of,
+    findings,
+    format_change,
+    headlines,
+)
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 _ROUND, _FORCED = "tokens per round", "teacher-forced tokens per round"
@@ -64,20 +70,19 @@ def page_of(validation: Validation) -> Page:
         headlines=headlines(validation),
         tables=list(page_tables(validation)),
         notes=validation.notes,
-        measured=_measured(validation),
+        measured=", ".join(_measured(validation.run)) if validation.run else "",
     )
 
 
-def _measured(validation: Validation) -> str:
+def _measured(run: RunFacts) -> Iterator[str]:
     """When, by which command, of which prompts and with what it was measured."""
-    if (run := validation.run) is None:
-        return ""
-    parts = [f"Measured {run.when}"]
+    yield f"Measured {run.when}"
     if run.command is not None:
-        parts.append(f"by {run.command}")
+        yield f"by {run.command}"
     if run.prompts_sha256 is not None:
-        parts.append(f"prompts with SHA-256 {run.prompts_sha256}")
-    return ", ".join([*parts, *(f"{name} {version}" for name, version in run.versions.items())])
+        yield f"prompts with SHA-256 {run.prompts_sha256}"
+    for name, version in run.versions.items():
+        yield f"{name} {version}"
 
 
 def page_tables(validation: Validation) -> Iterator[ReportTable]:
@@ -105,8 +110,10 @@ def worth(validation: Validation) -> ReportTable:
         for name, row in drafter.worth.items():
             drafts = drafts_of(name, row)
             lengths[drafter.name][drafts] = _point(row.tokens_per_round)
-            of_drafter = f"{drafter.name}: " if others else ""
-            rows.append((of_drafter + drafts, *_worth_cells(row, base.timed)))
+            cells = [f"{drafter.name}: {drafts}" if others else drafts, format_mean(row.tokens_per_round)]
+            cells += [format_number(x, ".2f", unit="×") for x in (row.measured_speedup, row.predicted_speedup)]
+            rows.append([*cells, f"{row.same_text}/{base.timed}"])
+    best = "" if others else drafts_of(first.best, first.worth[first.best])
     return ReportTable(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
@@ -120,19 +127,8 @@ def worth(validation: Validation) -> ReportTable:
             f"{format_number(base.tokens_per_s, '.1f')} tokens a second, {format_number(base.forward_ms, '.2f')} ms a "
             f"forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
-        picture=partial(figures.bars, lengths, _ROUND, strong="" if others else _best_drafts(first)),
+        picture=partial(figures.bars, lengths, _ROUND, strong=best),
     )
-
-
-def _best_drafts(drafter: DrafterFigures) -> str:
-    return drafts_of(drafter.best, drafter.worth[drafter.best])
-
-
-def _worth_cells(row: Worth, timed: int) -> Iterator[str]:
-    yield format_mean(row.tokens_per_round)
-    yield format_number(row.measured_speedup, ".2f", unit="×")
-    yield format_number(row.predicted_speedup, ".2f", unit="×")
-    yield f"{row.same_text}/{timed}"
 
 
 def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:

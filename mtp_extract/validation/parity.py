@@ -1,5 +1,7 @@
 """Another program as a witness: it runs draft steps that the reference runs too, and the outputs are compared.
 
+Here it is transformers, which must load the checkpoint without a key too few or too many; in ``interpreter``, Google's.
+
 The steps are random: positions from 1 to well past the window, numbers as large as the section's own integers expect
 (deviating by an eighth of what they can hold), or of unit size where it has floats. A program may fail with this
 drafter because its release is broken: it refutes a drafter only if it passes one that is known to be right.
@@ -8,21 +10,27 @@ drafter because its release is broken: it refutes a drafter only if it passes on
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from packaging.specifiers import SpecifierSet
 
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseOutput, RoundStart
+from mtp_extract.errors import escape
+from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES, quiet_transformers, why_unusable
+from mtp_extract.formats import format_of
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.graph.forms import CacheAxes
@@ -39,14 +47,15 @@ _SHARE_OF_RANGE = 0.125
 _QUIET = np.float32(1e-3)
 _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
 
-NEAR = 8
-"""Positions below it are the first ones: their angles are exact but for the last bits."""
+NEAR = 8  # positions below it are the first ones: their angles are exact but for the last bits
+TOLERANCE = 1e-4  # of the range of an output of transformers: the same arithmetic in float32, in another order
+_SAMPLES = 4  # steps that transformers runs
+_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 GraphInputs = Mapping[str, NDArray[Any]]
 """What signatures take for one draft step, by name; activations and caches in float32. Some take no mask."""
 
-Outputs = tuple[Floats, Floats]
-"""Logits [vocabulary] and projected state [base width] of one step."""
+Outputs = tuple[Floats, Floats]  # logits [vocabulary] and projected state [base width] of one step
 
 Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
 """Directory, its drafter in float32, and the file's drafter → whether a program agrees, and the evidence."""
@@ -103,7 +112,7 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
     unit = first.scale * np.iinfo(first.type).max * _SHARE_OF_RANGE if first else 1.0
     shape = (1, 1, 2 * source.config.backbone_hidden_size)
-    for position in _positions(longest_cache(source), count):
+    for position in positions_of(source, count):
         activations = (random.standard_normal(shape) * unit).astype(np.float32)
         inputs = {
             ACTIVATIONS: activations,
@@ -144,15 +153,11 @@ def _cache_contents(source: Shard, position: int, random: np.random.Generator) -
     return contents
 
 
-def positions_of(source: Shard, count: int) -> list[int]:
-    """The positions of :func:`random_inputs` with ``quiet``: those below :data:`NEAR` twice, and first."""
-    positions = _positions(longest_cache(source), count)
-    return sorted([*positions, *(position for position in positions if position < NEAR)])
-
-
-def _positions(slots: int, count: int) -> list[int]:
-    spread: list[int] = np.geomspace(1, min(slots, _LONGEST) - 1, count).round().astype(int).tolist()
-    return spread
+def positions_of(source: Shard, count: int, *, quiet: bool = False) -> list[int]:
+    """The positions of :func:`random_inputs`; ``quiet``, those below :data:`NEAR` twice."""
+    last = min(longest_cache(source), _LONGEST) - 1
+    positions: list[int] = np.geomspace(1, last, count).round().astype(int).tolist()
+    return sorted(positions + [position for position in positions if quiet and position < NEAR])
 
 
 def longest_cache(source: Shard) -> int:
@@ -200,17 +205,13 @@ def visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
     return {kind: (visible(*keys), visible(*values)) for kind, (keys, values) in cache_inputs(source).items()}
 
 
-def reference_outputs(drafter: MtpDrafter, source: Shard, steps: Iterable[GraphInputs]) -> list[Outputs]:
-    """What ``drafter``, float32 on the CPU, computes of each of ``steps``."""
-    return [_reference_output(drafter, source, inputs) for inputs in steps]
-
-
 @torch.inference_mode()
-def _reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
+def reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
+    """What ``drafter``, float32 on the CPU, computes of ``inputs``."""
     position = torch.from_numpy(inputs[INPUT_POS])[None].long()
-    kv = visible_slots(source, inputs)
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
-    state = drafter.start(RoundStart(BaseOutput(position, position, hidden, {}, kv), position + 1, lambda _: embedding))
+    base = BaseOutput(position, position, hidden, {}, visible_slots(source, inputs))
+    state = drafter.start(RoundStart(base, position + 1, lambda _: embedding))
     logits, after = drafter.step(state, position)
     return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 
@@ -220,12 +221,9 @@ def apart(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> Apart:
     """How far ``ours`` are from ``theirs``, step by step."""
     logits = [(mine[0], other[0].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
     states = [(mine[1], other[1].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
-    return Apart(
-        logits=_largest_difference(logits),
-        state=_largest_difference(states),
-        correlation=min(_correlation(logits), _correlation(states)),
-        top1=sum(int(mine.argmax() == other.argmax()) for mine, other in logits),
-    )
+    top1 = sum(int(mine.argmax() == other.argmax()) for mine, other in logits)
+    correlation = min(_correlation(logits), _correlation(states))
+    return Apart(_largest_difference(logits), _largest_difference(states), correlation, top1)
 
 
 def _largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
@@ -235,7 +233,6 @@ def _largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> 
 
 
 def _correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
-    """The mean of the pairs'."""
     return float(np.mean([np.corrcoef(mine, other)[0, 1] for mine, other in pairs]))
 
 
@@ -251,3 +248,73 @@ def examined(name: str, what: str, examine: Examination, directory: Path, drafte
             passed = None
             evidence = f"it fails with a drafter that is known to be right, too: {evidence}"
     return Check(name, what, passed, evidence)
+
+
+# transformers
+
+
+def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
+    """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
+
+    The check is left open where transformers cannot be asked, where it calls a drafter wrong that is known to be right,
+    and where it fails and is of no release that was tried.
+
+    Args:
+        source: the file's drafter, whose signature says what inputs there may be.
+    """
+    what = "transformers loads it strictly, and computes what the reference does"
+    if format_of(directory).name != "transformers":
+        return Check("transformers", what, None, "this is asked of the transformers format only")
+    if why := why_unusable("transformers", "Gemma4AssistantForCausalLM"):
+        return Check("transformers", what, None, f"transformers: {why}; {TRANSFORMERS_RELEASES} works")
+    check = examined("transformers", what, _run_transformers, directory, drafter, source)
+    version = str(sys.modules["transformers"].__version__)
+    if check.passed is False and not SpecifierSet(TRANSFORMERS_RELEASES).contains(version, prereleases=True):
+        check = replace(check, passed=None, evidence=f"it is of no release that was tried: {check.evidence}")
+    if check.passed is None:
+        why = f"transformers {escape(version)}: {check.evidence}; {TRANSFORMERS_RELEASES} works"
+        check = replace(check, evidence=why)
+    return check
+
+
+def _run_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
+    """Whether it loads and computes as ``drafter`` does, and the evidence."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        quiet_transformers()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+        model, info = loaded
+        if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
+            return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
+        steps = [*random_inputs(source, _SAMPLES)]
+        theirs = [_outputs(model, source, drafter.config, inputs) for inputs in steps]
+        worst = apart([reference_output(drafter, source, inputs) for inputs in steps], theirs).worst
+    except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
+        return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
+    evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
+    return worst <= TOLERANCE, evidence
+
+
+@torch.inference_mode()
+def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
+    """What transformers computes of ``inputs``."""
+    # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
+    kv = {
+        kind: tuple(part[:, :, -(config.kv_layers[kind].sliding_window or part.shape[2]) :] for part in pair)
+        for kind, pair in visible_slots(source, inputs).items()
+    }
+    only = next(iter(kv.values()))
+    output = model(
+        inputs_embeds=torch.from_numpy(inputs[ACTIVATIONS]),
+        position_ids=torch.from_numpy(inputs[INPUT_POS])[None].long(),
+        # It makes a mask of either kind, whether a layer has use for it or not.
+        shared_kv_states={SLIDING: only, FULL: only, **kv},
+    )
+    logits = output.logits.float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if cap is not None:  # transformers leaves the cap to whoever samples
+        logits = torch.tanh(logits / cap) * cap
+    return logits.numpy().reshape(-1), output.last_hidden_state.float().numpy().reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import tempfile
 from collections import Counter
@@ -11,13 +12,16 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from mtp_extract._version import __version__
+from mtp_extract.architecture import architecture_of
 from mtp_extract.bundle import Shard, open_bundle
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter.load import load_any, load_drafter
+from mtp_extract.drafter.load import Network, load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
 from mtp_extract.evaluation.agreement import Asked, acceptance_of, compare_acceptance, figures, known
@@ -34,17 +38,16 @@ from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.drafts import Drafts, DraftTree
 from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.controls import ControlResult, draft_together
 from mtp_extract.validation.interpreter import check_interpreter
-from mtp_extract.validation.pair import pair_of
+from mtp_extract.validation.parity import check_transformers
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation
-from mtp_extract.validation.transformers import check_transformers
-from mtp_extract.validation.verdict import concluded, notes_of
-from mtp_extract.validation.worth import Timed, best_of, by_base_alone, measure_worth
+from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation, concluded, notes_of
+from mtp_extract.validation.worth import by_base_alone, measure_worth
 
-_SMALL = 256
+_SMALL = 256  # width of a base whose matrices are too small to share: more threads would mostly wait for each other
 _SAMPLE = "the sample"  # what a report calls the drafter of the sample
 _COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
 
@@ -59,7 +62,13 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
     """
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        name, directory, plan = _find_drafter(plan, stack, reporter)
+        directory = plan.directory
+        name = _SAMPLE if directory is None else public_name(str(directory))
+        if directory is None:
+            reporter.say("extracting the sample")
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
+            extract_drafter(sample_bundle(), directory, WritingPlan())
+            plan = plan.of_sample(directory)
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
         validation = _begin(plan, name, checkpoint.notes)
@@ -83,19 +92,10 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
                 _ask_other_programs(plan, directory, source, validation, reporter)
         except BaseException:
             if validation.checks or validation.drafters:
-                reporter.measured(_concluded_early(validation))
+                validation.notes.append("It ended early: what is missing was not measured.")
+                reporter.measured(concluded(validation))
             raise
         return concluded(validation)
-
-
-def _find_drafter(plan: ValidationPlan, stack: ExitStack, reporter: Reporter) -> tuple[str, Path, ValidationPlan]:
-    """What to call the drafter, where it is, and the plan for it: the sample's is gone with the ``stack``."""
-    if plan.directory is None:
-        reporter.say("extracting the sample")
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
-        extract_drafter(sample_bundle(), directory, WritingPlan())
-        return _SAMPLE, directory, plan.of_sample(directory)
-    return public_name(str(plan.directory)), plan.directory, plan
 
 
 def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
@@ -118,14 +118,6 @@ def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validati
     )
 
 
-def _concluded_early(validation: Validation) -> Validation:
-    """What was found so far, with a verdict on that."""
-    validation.notes.append("It ended early: what is missing was not measured.")
-    for drafter in validation.drafters:
-        drafter.best = best_of(drafter.worth) if drafter.worth else ""
-    return concluded(validation)
-
-
 @dataclass(frozen=True)
 class _Contender:
     """A drafter beside the base, as the report has it."""
@@ -133,17 +125,6 @@ class _Contender:
     name: str
     tuned: str | None  # how it was tuned, by its record; None where nothing says so
     pair: SpeculativeGenerator
-
-    @classmethod
-    def of(cls, name: str, place: Path, loaded: LoadedBase) -> _Contender:
-        """The drafter in ``place`` beside the base; PairError where they do not belong together."""
-        drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
-        record = read_record(place)
-        tuned = str(record["tuning"]["mode"]) if record.get("tuning") else None
-        try:
-            return cls(name, tuned, SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer))
-        except PairError as error:
-            raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
 
 
 def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation, reporter: Reporter) -> None:
@@ -156,6 +137,10 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     loaded, contenders = _load_contenders(plan, base, validation.drafter, directory, reporter)
     pair = contenders[0].pair
+    for tree in _trees(plan):
+        tree.require_tokens(pair.base.vocab_size)
+    if pair.base.width <= _SMALL:
+        torch.set_num_threads(1)
     validation.settings = {
         "prompts": dict(Counter(prompt.workload for prompt in prompts)),
         "batch": plan.batch,
@@ -178,6 +163,15 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
     validation.notes += [*loaded.notes, *_notes_of_texts(written), *notes_of(validation)]
 
 
+def _notes_of_texts(written: Continuations) -> Iterator[str]:
+    if unused := len(written.texts) - len(written.usable):
+        yield f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
+
+
+def _trees(plan: ValidationPlan) -> list[DraftTree]:
+    return [drafts for drafts in plan.wanted.values() if isinstance(drafts, DraftTree)]
+
+
 def _load_contenders(
     plan: ValidationPlan, base: str, name: str, directory: Path, reporter: Reporter
 ) -> tuple[LoadedBase, list[_Contender]]:
@@ -189,18 +183,18 @@ def _load_contenders(
         places[other if other != name else f"{other} (2)"] = plan.beside
     reporter.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
+    contenders = []
     with memory_guard("loading the drafters"):
-        contenders = [_Contender.of(name, place, loaded) for name, place in places.items()]
-    base_model = contenders[0].pair.base
-    for tree in _trees(plan):
-        tree.require_tokens(base_model.vocab_size)
-    _use_threads(base_model.width)
+        for each, place in places.items():
+            drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
+            tuning = read_record(place).get("tuning")
+            try:
+                pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
+            except PairError as error:
+                raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
+            contenders.append(_Contender(each, str(tuning["mode"]) if tuning else None, pair))
+
     return loaded, contenders
-
-
-def _notes_of_texts(written: Continuations) -> Iterator[str]:
-    if unused := len(written.texts) - len(written.usable):
-        yield f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
 
 
 def _measure_drafts(
@@ -215,41 +209,26 @@ def _measure_drafts(
     reporter.say("drafting after every token of them, and with one thing broken at a time")
     drafts, controls = _draft_after_every_token(plan, contenders, written, reporter)
     reporter.say("generating a few texts with drafts")
-    alone = by_base_alone(contenders[0].pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
-    validation.base = _facts_of_base(plan, loaded, contenders[0], alone)
+    pair = contenders[0].pair
+    alone = by_base_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
+    validation.base = BaseFacts(
+        name="the sample's base" if contenders[0].name == _SAMPLE else public_name(loaded.name),
+        dtype=loaded.dtype,
+        devices=list(loaded.devices),
+        chat_template=plan.chat_template and pair.codec.has_template,
+        timed=len(alone.texts),
+        tokens_per_s=known(alone.tokens_per_s),
+        forward_ms=known(alone.verify_ms),
+    )
     first = drafts[0][0]
     for contender, (agreement, _) in zip(contenders, drafts, strict=True):
         validation.drafters.append(_figures_of(contender, first, agreement, written.workloads))
     validation.controls = controls
 
-    planned = _planned(plan)
-    for contender, (agreement, along), drafter in zip(contenders, drafts, validation.drafters, strict=True):
-        worth = measure_worth(
-            contender.pair, written, agreement, along, planned, alone, plan.new_tokens, reporter, drafter.worth
-        )
-        drafter.best = best_of(worth)
-
-
-def _facts_of_base(plan: ValidationPlan, loaded: LoadedBase, contender: _Contender, alone: Timed) -> BaseFacts:
-    return BaseFacts(
-        name="the sample's base" if contender.name == _SAMPLE else public_name(loaded.name),
-        dtype=loaded.dtype,
-        devices=list(loaded.devices),
-        chat_template=plan.chat_template and contender.pair.codec.has_template,
-        timed=len(alone.texts),
-        tokens_per_s=known(alone.tokens_per_s),
-        forward_ms=known(alone.verify_ms),
-    )
-
-
-def _planned(plan: ValidationPlan) -> dict[str, Drafts]:
-    """Chains, the longest last; then what is measured besides."""
-    chains = {str(steps): steps for steps in sorted(set(plan.draft_steps))}
-    return {**chains, **plan.wanted}
-
-
-def _trees(plan: ValidationPlan) -> list[DraftTree]:
-    return [drafts for drafts in plan.wanted.values() if isinstance(drafts, DraftTree)]
+    # Chains, the longest last; then what is measured besides.
+    planned: dict[str, Drafts] = {**{str(steps): steps for steps in sorted(set(plan.draft_steps))}, **plan.wanted}
+    for contender, drafted, drafter in zip(contenders, drafts, validation.drafters, strict=True):
+        measure_worth(contender.pair, written, *drafted, planned, alone, plan.new_tokens, reporter, drafter.worth)
 
 
 def _draft_after_every_token(
@@ -260,8 +239,7 @@ def _draft_after_every_token(
     drafters = [contender.pair.drafter for contender in contenders]
     asked: list[Asked] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
     if trees := _trees(plan):
-        depth = max(tree.depth for tree in trees)
-        asked += [(drafter, depth, True) for drafter in drafters]
+        asked += [(drafter, max(tree.depth for tree in trees), True) for drafter in drafters]
     base = contenders[0].pair.base
     agreements, controls = draft_together(base, asked, written, batch=plan.batch, reporter=reporter)
     along: Sequence[Agreement | None] = agreements[len(drafters) :] or [None] * len(drafters)
@@ -286,12 +264,6 @@ def _figures_of(
     )
 
 
-def _use_threads(width: int) -> None:
-    """One where matrices of a base of this ``width`` are too small to share: more would mostly wait for each other."""
-    if width <= _SMALL:
-        torch.set_num_threads(1)
-
-
 def _ask_other_programs(
     plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
 ) -> None:
@@ -300,7 +272,8 @@ def _ask_other_programs(
         drafter = load_any(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
             return
-        _use_threads(drafter.config.backbone_hidden_size)
+        if drafter.config.backbone_hidden_size <= _SMALL:
+            torch.set_num_threads(1)
         reporter.say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, source)
         reporter.say("running the drafter section in Google's interpreter")
@@ -313,3 +286,91 @@ def _ask_other_programs(
         validation.notes += [
             f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None
         ]
+
+
+# pair.json: base and drafter as the parts of one model
+
+
+def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
+    """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
+    base = pair.base
+    drafter = pair.drafter
+    facts = validation.base
+    worth = validation.drafters[0].worth
+    assert isinstance(drafter, Network) and facts
+    fed = 1 + max(drafted.drafts for drafted in worth.values() if not drafted.tree)
+    role = architecture_of(drafter.config).pair_role
+    return {
+        "version": 2,
+        "model": "gemma4_speculative_pair",
+        "target": {"name": facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
+        "draft": {"name": validation.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
+        "bridge": _bridge(base, drafter),
+        "verify": {
+            "rule": "greedy",
+            "T": fed,
+            "inputs": ["draft_candidate_tokens", "target_logits"],
+            "outputs": ["accepted_tokens", "rejected_token"],
+        },
+        "buffers": _buffers(base, drafter, fed, positions),
+        "metrics": {
+            name: {
+                "backbone_only_tok_per_sec": facts.tokens_per_s,
+                "speculative_tok_per_sec": drafted.tokens_per_s,
+                "draft_tokens_per_batch": drafted.drafts,
+                "accepted_tokens/drafted_tokens": drafted.accepted / drafted.drafted if drafted.drafted else None,
+                "target_verify_ms": drafted.verify_ms,
+                "assistant_draft_ms": drafted.draft_ms,
+            }
+            for name, drafted in worth.items()
+        },
+    }
+
+
+def _side(model: nn.Module, width: int) -> dict[str, Any]:
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    dtype = str(max(tensors, key=lambda tensor: tensor.numel()).dtype).removeprefix("torch.")
+    return {"hidden_size": width, "dtype": dtype, "bytes": sum(t.numel() * t.element_size() for t in tensors)}
+
+
+def _bridge(base: Base, drafter: Network) -> dict[str, Any]:
+    """What the drafter reads of its base."""
+    needs = drafter.needs
+    return {
+        "source": "target_hidden_stream",
+        "dest": "draft.backbone_stream",
+        "shape": ["T", (len(needs.layers) or 1) * base.width],
+        "layers": list(needs.layers),
+        "embedding": not getattr(drafter.config, "own_embedding", False),
+        "shared_kv": {kind: {"heads": heads, "head_dim": dim} for kind, (heads, dim) in needs.shared_kv.items()},
+    }
+
+
+def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
+    """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
+    needs = drafter.needs
+    layers = needs.layers
+    config = drafter.config
+    number = next(base.model.parameters()).element_size()
+    # A drafter that reads the base's K and V has no cache of its own.
+    own_cache = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
+    draft_cache = [0] if needs.shared_kv else own_cache
+    shapes = {
+        "target_main_stream": ([fed, base.width], number),
+        "target_kv_cache": ([2, _cache_width(base, positions)], number),
+        "target_logits": ([fed, base.vocab_size], 4),
+        "draft_backbone_stream": ([fed if layers else 1, len(layers) or 1, base.width], number),
+        "draft_main_stream": ([1, config.hidden_size], number),
+        "draft_kv_cache": (draft_cache, number),
+        "draft_logits": ([1, drafter.needs.vocab_size], 4),
+        "candidate_tokens": ([fed - 1], 8),
+        "accepted_tokens": ([fed], 8),
+        "verifier_scratch": ([fed], 8),
+    }
+    return {name: {"shape": shape, "bytes": size * math.prod(shape)} for name, (shape, size) in shapes.items()}
+
+
+def _cache_width(base: Base, positions: int) -> int:
+    """Numbers of K for so many positions, over all layers of the base that have K of their own."""
+    layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
+    return sum(layer.k_proj.out_features * min(positions, layer.sliding_window or positions) for layer in layers)

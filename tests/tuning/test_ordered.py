@@ -39,7 +39,7 @@ from mtp_extract.tuning.ordered import (
 )
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
-from mtp_extract.validation.transformers import check_transformers
+from mtp_extract.validation.parity import check_transformers
 
 from .conftest import Plans
 from .test_verdict import ANCHORS, measured

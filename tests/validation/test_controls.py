@@ -22,8 +22,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.controls import CONTROLS, compare_with_control, draft_together
 from mtp_extract.validation.page import controls as table_of
-from mtp_extract.validation.result import Validation
-from mtp_extract.validation.verdict import concluded
+from mtp_extract.validation.result import Validation, concluded
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")

@@ -22,9 +22,9 @@ from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.page import checks
+from mtp_extract.validation.parity import check_transformers
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
-from mtp_extract.validation.transformers import check_transformers
 
 # As transformers 5.23.0 raises it.
 PRODUCING = "The set of layer types producing a cache is different from the set of layer types that read one"

@@ -33,9 +33,8 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.validation import worth as worth_module
 from mtp_extract.validation.page import page_of, page_tables, write_validation
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import Validation
+from mtp_extract.validation.result import Validation, concluded
 from mtp_extract.validation.run import run_validation
-from mtp_extract.validation.verdict import concluded
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
