@@ -35,22 +35,17 @@ _STANDING = {
 }
 
 
-def write_validation(
-    validation: Validation, target: Path, *, overwrite: bool = False, inputs: InputPaths = ()
-) -> list[str]:
-    """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``; their names.
+def write_validation(validation: Validation, target: Path, *, overwrite: bool = False, inputs: InputPaths = ()) -> None:
+    """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``.
 
-    Nothing is written unless all is, and none of ``inputs``, which were read, is replaced.
-
-    Raises:
-        OutputError: it cannot be written there.
+    Nothing is written unless all is, and none of ``inputs``, which were read, is replaced. OutputError where it cannot
+    be written.
     """
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
         if validation.pair is not None:
             (stage / PAIR).write_bytes(as_json(validation.pair))
         (stage / REPORT).write_bytes(as_json(validation))
         (stage / PAGE_FILE).write_text(as_html(page_of(validation)), encoding="utf-8")
-        return sorted(path.name for path in stage.iterdir())
 
 
 def page_of(validation: Validation) -> Page:

@@ -99,10 +99,10 @@ def concluded(validation: Validation) -> Validation:
     """``validation`` with the best chain of each drafter and its verdict: verified, refuted, and in a few sentences."""
     for drafter in validation.drafters:
         drafter.best = best_of(drafter.worth) if drafter.worth else ""
-    names = _names(validation)
-    validation.refuted = bool(names[False])
-    validation.verified = not validation.refuted and {*names[True]}.issuperset(NEEDED)
-    validation.evidence = _evidence(validation, names[True])
+    passed = _names(validation, True)
+    validation.refuted = bool(_names(validation, False))
+    validation.verified = not validation.refuted and {*passed}.issuperset(NEEDED)
+    validation.evidence = _evidence(validation, passed)
 
     identity, *measured = headlines(validation)
     if validation.drafters and validation.drafters[0].worth:
@@ -116,11 +116,9 @@ def concluded(validation: Validation) -> Validation:
     return validation
 
 
-def _names(validation: Validation) -> dict[bool | None, list[str]]:
-    """Of the checks that were passed, that refute, and that were left open."""
-    return {
-        answer: [check.name for check in validation.checks if check.passed is answer] for answer in (True, False, None)
-    }
+def _names(validation: Validation, answer: bool | None) -> list[str]:
+    """Of the checks that were passed, that refute, or that were left open."""
+    return [check.name for check in validation.checks if check.passed is answer]
 
 
 def _evidence(validation: Validation, passed: Sequence[str]) -> Literal["proven", "measured", "named"] | None:
@@ -134,12 +132,11 @@ def _evidence(validation: Validation, passed: Sequence[str]) -> Literal["proven"
 def _reason(validation: Validation) -> str:
     """Why the verdict is what it is."""
     source = validation.source
-    names = _names(validation)
     if validation.refuted:
         refuted = [check for check in validation.checks if check.passed is False]
         return ", and ".join(f"{check.name}: {check.evidence}" for check in refuted)
     if validation.verified:
-        return f"the checkpoint is the drafter of {source} ({', '.join(names[True])})"
+        return f"the checkpoint is the drafter of {source} ({', '.join(_names(validation, True))})"
     if validation.evidence is not None:
         # Everything but the graph was compared.
         open_function = next(check.evidence for check in validation.checks if check.name == "function")
@@ -148,7 +145,7 @@ def _reason(validation: Validation) -> str:
         inputs = several(validation.inputs or 0, "input")
         return f"Google's interpreter computes the same of {source} for {inputs}; {open_function}"
     if validation.checks:
-        return f"that this is the drafter of {source} (not checked: {', '.join(names[None])})"
+        return f"that this is the drafter of {source} (not checked: {', '.join(_names(validation, None))})"
     return "that this is the function of a .litertlm file (it was compared with none)"
 
 
@@ -181,14 +178,14 @@ def _best_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator
 
 
 def _identity_headline(validation: Validation) -> Headline:
-    names = _names(validation)
-    counted = f"{len(names[True])} of {len(validation.checks)} checks against {validation.source} passed"
+    passed = len(_names(validation, True))
+    counted = f"{passed} of {len(validation.checks)} checks against {validation.source} passed"
     for word, answer in (("refuted", False), ("not checked", None)):
-        if names[answer]:
-            counted += f", {word}: {', '.join(names[answer])}"
+        if names := _names(validation, answer):
+            counted += f", {word}: {', '.join(names)}"
     return Headline(
         "Verdict",
-        verdict_word(PROVEN if validation.verified else validation.evidence, is_refuted=validation.refuted),
+        verdict_word(validation.evidence, is_refuted=validation.refuted),
         counted if validation.checks else "compared with no file",
         _IDENTITY.get(validation.evidence or "", _IDENTITY[PROVEN]),
         "bad" if validation.refuted else "good" if validation.verified else "",
