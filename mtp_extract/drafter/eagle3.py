@@ -64,16 +64,13 @@ class Eagle3Layer(nn.Module):
         return turn(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
 
     def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
-        """One position of every query.
+        """One position of every query: [batch, queries, width], before the final norm.
 
         Args:
             x: of :meth:`read`, [batch, queries, 2 · width].
             residual: where the residual stream begins, [batch, queries, width].
             by: the rotation of the queries.
             cache, visible, step_kv: as of :class:`Eagle3State`; ``step_kv`` with this step's.
-
-        Returns:
-            [batch, queries, width], before the final norm.
         """
         h = residual + self._attention(x, by, cache, visible, step_kv)
         y = self.post_attention_norm(h)
@@ -162,7 +159,6 @@ class Eagle3Drafter(DrafterNetwork):
         return rows + self.get_buffer("d2t") if self.config.reduced else rows
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
         row_of_token = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
         targets = self.targets.to(tokens.device)
         row_of_token[targets] = torch.arange(len(targets), device=tokens.device)

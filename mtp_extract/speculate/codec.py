@@ -17,10 +17,8 @@ _TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, 
 def text_of(content: Any) -> str:
     """The text of a message's ``content``: a string, or a list of parts; of null, as beside a tool's call, it is empty.
 
-    Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string.
-
-    Raises:
-        ValueError: a part is no text, such as an image; the message names its type.
+    Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string. ValueError for
+    a part that is no text, such as an image; the message names its type.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -73,11 +71,7 @@ class Codec:
         return tokens
 
     def continued(self, text: str) -> tuple[int, ...]:
-        """Token ids of text that goes on after other text: no BOS token is added.
-
-        Raises:
-            PairError: there is no tokenizer, or it makes a token that the base does not have.
-        """
+        """Token ids of text that goes on after other text: no BOS token is added; PairError as of :meth:`encode`."""
         if self.tokenizer is None:
             raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
         return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -38,8 +38,7 @@ class DraftTree:
     def parse(cls, text: str) -> DraftTree:
         """``4x2x1``: four drafts after the pending token, two after each of these, one after each of those.
 
-        Raises:
-            PlanError: another notation, or too large a tree.
+        PlanError for another notation, or too large a tree.
         """
         is_tree = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
         tree = cls(tuple(map(int, text.split("x"))) if is_tree else ())

@@ -200,11 +200,7 @@ def _windows(config: Any) -> dict[str, int | None]:
 
 @torch.inference_mode()
 def check_pair(base: Base, drafter: Drafter) -> None:
-    """Check that ``base`` can give what ``drafter`` needs.
-
-    Raises:
-        PairError: vocabulary, width, layers or K and V differ.
-    """
+    """Raise PairError where ``base`` cannot give what ``drafter`` needs: vocabulary, width, layers, or K and V."""
     for what, expected, actual in compare_needs(base, drafter.needs):
         if expected != actual:
             raise PairError(

@@ -143,9 +143,7 @@ def draft_together(
     """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
 
     Controls draft one token, and are those of the drafter's architecture. One that would change nothing is left out.
-
-    Raises:
-        PairError: no text is long enough to draft from.
+    PairError where no text is long enough to draft from.
     """
     sound = asked[0][0]
     broken: dict[Control, Asked] = {}

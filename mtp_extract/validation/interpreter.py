@@ -79,7 +79,7 @@ class Parity:
 def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int = 0) -> Parity:
     """Compare ``drafter``, float32 on the CPU, with the interpreter, on so many random steps.
 
-    It raises what :func:`interpreted` does.
+    UnsupportedError where the interpreter cannot be asked, as of :func:`interpreted`.
     """
 
     def outputs(floats: bool) -> tuple[list[Outputs], list[Outputs]]:
@@ -125,8 +125,7 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
 def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
     """What Google's interpreter computes of each of ``steps``, of the section in ``floats`` or as it is.
 
-    Raises:
-        UnsupportedError: the interpreter is not there, or cannot run the section.
+    UnsupportedError where the interpreter is not there, or cannot run the section.
     """
     name = source.model.region.source.name
     if why := why_unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
@@ -236,20 +235,25 @@ def _without_stderr() -> Iterator[None]:
         os.close(nothing)
 
 
-def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] | None = None) -> bytes:
+def is_coded(tensor: Tensor) -> bool:
+    """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
+    quantization = tensor.quantization
+    return (
+        tensor.type not in FLOAT_TYPES
+        and quantization is not None
+        and (quantization.scales.count > 0 or quantization.details != "none")
+    )
+
+
+def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_coded) -> bytes:
     """The section of ``model`` in floats, which Google's own classes of the schema take apart and write again.
 
-    Args:
-        chosen: tensors to make float32; by default all that hold codes (:func:`is_coded`).
-
-    Raises:
-        UnsupportedError: it has codes that this release cannot read.
-        FormatError: damaged quantization.
+    ``chosen`` are the tensors to make float32; by default all that hold codes. UnsupportedError for codes that this
+    release cannot read, FormatError for damaged quantization.
     """
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
-    chosen = chosen or is_coded
     section = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
     # What is written again has nothing behind its flatbuffer: constants that lie there are brought in.
     for buffer in section.buffers:
@@ -284,16 +288,6 @@ def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
             node.opcodeIndex = cast
             node.builtinOptionsType = 0
             node.builtinOptions = None
-
-
-def is_coded(tensor: Tensor) -> bool:
-    """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
-    quantization = tensor.quantization
-    return (
-        tensor.type not in FLOAT_TYPES
-        and quantization is not None
-        and (quantization.scales.count > 0 or quantization.details != "none")
-    )
 
 
 def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:

@@ -104,9 +104,8 @@ def by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
 def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
     """``count`` random steps at positions spread from 1 to the end of the caches; the same for the same seed.
 
-    Args:
-        quiet: each at one of the first positions comes again, with its activations at a thousandth, where epsilons of
-            norms show.
+    With ``quiet`` each at one of the first positions comes again, with its activations at a thousandth, where epsilons
+    of norms show.
     """
     random = np.random.default_rng(seed)
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
@@ -181,8 +180,7 @@ def _random_cache(
 ) -> NDArray[np.float64]:
     """Numbers for a cache: of codes, those that codes stand for, so that a program in floats is given the same.
 
-    Args:
-        spread: their deviation, in floats; of codes it is an eighth of the largest number that one can stand for.
+    They deviate by ``spread``, in floats; in codes, by an eighth of the largest number that one can stand for.
     """
     packing = CODE_TYPES.get(tensor.type) if tensor.type is not None else None
     quantization = tensor.quantization
@@ -257,10 +255,8 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
     """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
 
     The check is left open where transformers cannot be asked, where it calls a drafter wrong that is known to be right,
-    and where it fails and is of no release that was tried.
-
-    Args:
-        source: the file's drafter, whose signature says what inputs there may be.
+    and where it fails and is of no release that was tried. The signature of ``source``, the file's drafter, says what
+    inputs there may be.
     """
     what = "transformers loads it strictly, and computes what the reference does"
     if format_of(directory).name != "transformers":

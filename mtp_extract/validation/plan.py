@@ -75,11 +75,7 @@ class ValidationPlan:
 
     @property
     def wanted(self) -> Mapping[str, DraftTree | AdaptiveDrafts]:
-        """The trees, and the chain that is adapted, by what to call them.
-
-        Raises:
-            MtpExtractError: one is none, or too large.
-        """
+        """The trees, and the chain that is adapted, by what to call them; PlanError for what is none, or too large."""
         adaptive = AdaptiveDrafts(max(self.draft_steps, default=1))
         return {text: adaptive if text == ADAPTIVE else DraftTree.parse(text) for text in self.trees}
 

@@ -128,12 +128,7 @@ class _Contender:
 
 
 def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation, reporter: Reporter) -> None:
-    """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured.
-
-    Raises:
-        PairError: a drafter does not fit the base, or a prompt its context.
-        MtpExtractError: a tree looks at more choices than the base has tokens.
-    """
+    """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured."""
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     loaded, contenders = _load_contenders(plan, base, validation.drafter, directory, reporter)
     pair = contenders[0].pair

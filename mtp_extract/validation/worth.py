@@ -153,10 +153,7 @@ def walked(
 ) -> list[list[tuple[int, int]]]:
     """By text, the rounds of the greedy loop that draft anything, as (drafted, accepted).
 
-    Each begins where the one before ended.
-
-    Args:
-        stands: drafts that stand, where a round begins at this place.
+    Each begins where the one before ended; ``stands`` says how many drafts stand where one begins.
     """
     walks = []
     deepest = deepest_tree(what).depth
