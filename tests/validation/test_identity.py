@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,28 +39,21 @@ def edit(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tens
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits, as integers of its width."""
-    return tensor.reshape(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
 def bit(tensor: torch.Tensor) -> torch.Tensor:
-    raw(tensor)[tensor.numel() // 2] ^= 1
+    integers = tensor.reshape(-1).view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    integers[tensor.numel() // 2] ^= 1
     return tensor
 
 
-def ending_in(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.reshape(-1)[-1] = value
-        return tensor
-
-    return change
+def ending_in(value: float, tensor: torch.Tensor) -> torch.Tensor:
+    tensor.reshape(-1)[-1] = value
+    return tensor
 
 
 TENSOR_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one bit": bit,
-    "infinite": ending_in(torch.inf),
-    "not a number": ending_in(torch.nan),
+    "infinite": partial(ending_in, torch.inf),
+    "not a number": partial(ending_in, torch.nan),
     "turned over": torch.neg,
 }
 """What one tensor may suffer."""

@@ -35,14 +35,7 @@ from mtp_extract.validation.interpreter import (
     measure_parity,
     needs_reference_kernels,
 )
-from mtp_extract.validation.parity import (
-    Apart,
-    Outputs,
-    allowed_difference,
-    apart,
-    cache_inputs,
-    random_inputs,
-)
+from mtp_extract.validation.parity import Apart, Outputs, allowed_difference, apart, cache_inputs, random_inputs
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
 
@@ -58,14 +51,19 @@ def test_codes_are_rounded_and_clipped(dtype: type) -> None:
         encoded(np.zeros(1, np.float32), {**detail, "quantization": (0.0, 0)})
 
 
-def measured(drafter: MtpDrafter, source: Shard, seed: int = 0) -> Parity:
-    return measure_parity(drafter, source, 16, seed)
+def measured(source: Shard, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
+    """Of ``drafter``, by default the one that is extracted from ``source``."""
+    return measure_parity(drafter or drafter_of(source), source, 16, seed)
+
+
+def drafter_of(source: Shard) -> MtpDrafter:
+    return load_drafter(checkpoint_of(source).whole(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_sample_agrees(drafter: MtpDrafter, source: Shard, seed: int) -> None:
     """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
-    found = measured(drafter, source, seed)
+    found = measured(source, drafter, seed)
     assert found.agrees
     assert found.in_floats.logits > 1e-7 and found.in_floats.worst < found.nearby_allowed / 2
     assert found.in_floats.top1 > 16
@@ -101,8 +99,7 @@ def test_every_way_of_quantizing_agrees(slots: int, name: str, monkeypatch: pyte
     """By XNNPACK's kernels, and by the reference ones."""
     monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", slots)
     with mtp_extract.open(variant(name)) as opened:
-        source = opened.drafter()
-        found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
+        found = measured(opened.drafter())
     assert found.agrees
     assert found.in_floats.worst < found.nearby_allowed
     # The twins' grids are as coarse as Google's, and so made for other numbers than random ones.
@@ -131,9 +128,8 @@ def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
         xnnpack = interpreted(source, random_inputs(source, 8), floats=False)
         monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
         reference = interpreted(source, random_inputs(source, 8), floats=False)
-        parity = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
+        assert measured(source).agrees
     assert apart(reference, xnnpack).correlation > 0.99
-    assert parity.agrees
 
 
 def test_codes_of_a_cache_are_exact() -> None:
@@ -152,7 +148,7 @@ def test_codes_of_a_cache_are_exact() -> None:
 def test_caches_with_as_many_slots_as_dimensions(tmp_path: Path) -> None:
     """Their shapes do not say which axis is which; the graph does. Here V lies as K does."""
     with plain_source(tmp_path, DrafterSpec(head_dim=16, cache=16)) as source:
-        assert measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source).agrees
+        assert measured(source).agrees
 
 
 LONG = DrafterSpec(cache=32003, cache_step=0.02)
@@ -171,7 +167,7 @@ def test_long_caches_take_no_gigabytes(tmp_path: Path) -> None:
     with plain_source(tmp_path, LONG) as source:
         assert needs_reference_kernels(source)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
+        found = measured(source)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     assert found.agrees
     assert found.as_it_is.correlation > 0.99
@@ -197,10 +193,10 @@ def test_a_fault_is_found_just_above_the_tolerance(tmp_path: Path, backbone: int
     """The projected state too large, by a share of what is allowed at its size."""
     allowed, name = allowed_difference(2 * backbone, 15), "post_projection.weight"
     with plain_source(tmp_path, DrafterSpec(backbone=backbone)) as source:
-        drafter = load_drafter(checkpoint_of(source).whole(), dtype=torch.float32)
+        drafter = drafter_of(source)
         # The largest number is half of its range, more or less.
         wrong = drafter.state_dict()[name] * (1 + 2 * share * allowed)
-        found = measured(drafter.with_tensors({name: wrong}), source)
+        found = measured(source, drafter.with_tensors({name: wrong}))
     assert found.allowed == pytest.approx(allowed)
     assert found.agrees == agrees
 
@@ -238,9 +234,8 @@ def with_window(config: Any, window: int) -> Any:
 
 def tensor_names() -> list[str]:
     with mtp_extract.open(first_bundle()) as opened:
-        found = load_drafter(checkpoint_of(opened.drafter()).whole(), dtype=torch.float32).state_dict()
-    # The last layer's scalar changes nothing: a norm follows.
-    return [name for name in found if name != "layers.3.layer_scalar"]
+        # The last layer's scalar changes nothing: a norm follows.
+        return [name for name in drafter_of(opened.drafter()).state_dict() if name != "layers.3.layer_scalar"]
 
 
 FAULTS: dict[str, Fault] = {
@@ -277,7 +272,7 @@ def test_a_planted_fault_is_refuted(
 ) -> None:
     # What it computes as it is says nothing here.
     monkeypatch.setattr(interpreter, "interpreted", lambda source, steps, floats: theirs[: len(list(steps))])
-    found = measured(FAULTS[name](drafter), source)
+    found = measured(source, FAULTS[name](drafter))
     assert found.nearby.worst > found.nearby_allowed or found.in_floats.worst > found.allowed
 
 
@@ -286,7 +281,7 @@ def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
     misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
-    found = measured(load_drafter(checkpoint_of(misread).whole(), dtype=torch.float32), misread)
+    found = measured(misread)
     assert not found.agrees
     assert found.in_floats.logits > 1e-2
 
@@ -304,7 +299,7 @@ def test_floats_that_are_not_the_files_are_refuted(
         return codes if packing.bits == 8 else codes.reshape(-1, 2)[:, ::-1].reshape(-1)
 
     monkeypatch.setattr(Packing, "unpack", swapped)
-    found = measured(load_drafter(checkpoint_of(source).whole(), dtype=torch.float32), source)
+    found = measured(source)
     assert found.in_floats.logits < found.nearby_allowed
     assert found.as_it_is.correlation < 0.5
     assert not found.agrees
@@ -333,7 +328,7 @@ def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
 def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:
     apart_from = dataclasses.replace(source.model, weights=source.model.region)
     with pytest.raises(UnsupportedError, match="a section of their own"):
-        measured(drafter, dataclasses.replace(source, model=apart_from))
+        measured(dataclasses.replace(source, model=apart_from), drafter)
 
 
 def test_a_directory_that_is_rounded_is_as_sharply_compared(tmp_path: Path) -> None:

@@ -13,15 +13,7 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import drafts_of
-from mtp_extract.validation.worth import (
-    Timed,
-    Worth,
-    best_of,
-    by_base_alone,
-    measure_worth,
-    standing,
-    walked,
-)
+from mtp_extract.validation.worth import Timed, Worth, best_of, by_base_alone, measure_worth, standing, walked
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
