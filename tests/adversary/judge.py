@@ -19,7 +19,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from helpers.make_bundle import pack
-from helpers.signature import one_step
+from helpers.signature import run_signature
 from helpers.surgery import Graph
 from seam import MtpExtractError
 
@@ -42,25 +42,27 @@ Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Logits and projected state, for every set of inputs."""
 
 
-def _seen(sample: Sample, slots: int, random: np.random.Generator) -> npt.NDArray[np.bool_]:
+def _visible(sample: Sample, slots: int, random: np.random.Generator) -> npt.NDArray[np.bool_]:
     at, drawn = np.arange(slots), random.random(slots)
     own, past = at == sample.position, at <= sample.position
     kinds = {"holes": (past & (drawn > 0.25)) | own, "past": past, "all": at >= 0, "one": own}
     return kinds[sample.mask]
 
 
-@cache
-def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...], samples: tuple[Sample, ...]) -> tuple[Arrays, ...]:
+def inputs_of(graph: Graph, shows: tuple[Sample, ...] = ()) -> tuple[Arrays, ...]:
+    """Inputs for the signature of ``graph``, a sound one."""
     random = np.random.default_rng(2026)
-    found = []
-    for sample in samples:
+    names = sorted(entry.name.decode() for entry in graph.model.signatureDefs[0].inputs)
+    inputs = []
+    for sample in SAMPLES + shows:
         arrays: dict[str, npt.NDArray[Any]] = {}
-        for name, shape in shapes:
+        for name in names:
+            shape = graph.shape(graph.input(name))
             values = random.standard_normal(shape)
             if name == "input_pos":
                 arrays[name] = np.array([sample.position], np.int32)
             elif name == "mask":
-                arrays[name] = _seen(sample, shape[-1], random).reshape(shape)
+                arrays[name] = _visible(sample, shape[-1], random).reshape(shape)
             elif name == "param_tensor":
                 arrays[name] = np.zeros(shape, np.int32)
                 arrays[name][..., :3] = sample.position, sample.position + 1, sample.position + 1
@@ -73,14 +75,8 @@ def _inputs(shapes: tuple[tuple[str, tuple[int, ...]], ...], samples: tuple[Samp
                 arrays[name] = ((values + (0.0 if "_k_" in name else 0.3)) * heads * spread).astype(np.float32)
         if sample.change is not None:
             sample.change(arrays)
-        found.append(arrays)
-    return tuple(found)
-
-
-def inputs_of(graph: Graph, shows: tuple[Sample, ...] = ()) -> tuple[Arrays, ...]:
-    """Inputs for the signature of ``graph``, a sound one."""
-    names = sorted(entry.name.decode() for entry in graph.model.signatureDefs[0].inputs)
-    return _inputs(tuple((name, tuple(graph.shape(graph.input(name)))) for name in names), SAMPLES + shows)
+        inputs.append(arrays)
+    return tuple(inputs)
 
 
 def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> Outputs:
@@ -138,32 +134,10 @@ def _float_weights(graph: Graph) -> None:
 
 @torch.inference_mode()
 def written(directory: Path, inputs: tuple[Arrays, ...]) -> Outputs:
-    """What the checkpoint in ``directory`` computes, in float32.
-
-    A cache is of the layer type whose KV heads and head size are its own; where both have the same, the numbers in
-    the names are in the order of the types.
-    """
+    """What the checkpoint in ``directory`` computes, in float32."""
     drafter = load_drafter(directory, dtype=torch.float32)
-    results = []
-    for arrays in inputs:
-        keys = sorted((name for name in arrays if name.startswith("kv_cache_k_")), key=lambda n: int(n.split("_")[-1]))
-        kv, masks = {}, {}
-        position = int(arrays["input_pos"][0])
-        for kind, layer in drafter.config.kv_layers.items():
-            fitting = [
-                n for n in keys if (arrays[n].shape[1], arrays[n].shape[3]) == (layer.num_kv_heads, layer.head_dim)
-            ]
-            name = fitting[-1 if kind == "full_attention" else 0]
-            key, value = arrays[name], arrays[name.replace("_k_", "_v_")]
-            kv[kind] = (torch.from_numpy(key), torch.from_numpy(value).transpose(2, 3))
-            slots = np.arange(key.shape[2])
-            seen = arrays["mask"].reshape(-1).copy()
-            if layer.sliding_window is not None:
-                seen &= (slots <= position) & (slots > position - layer.sliding_window)
-            masks[kind] = torch.from_numpy(seen).reshape(1, 1, -1)
-        found = one_step(drafter, torch.from_numpy(arrays["activations"]), kv, torch.tensor([[position]]), masks)
-        results.append((found.logits.numpy().reshape(-1), found.projected.numpy().reshape(-1)))
-    return results
+    steps = [run_signature(drafter, arrays) for arrays in inputs]
+    return [(step.logits.numpy().reshape(-1), step.projected.numpy().reshape(-1)) for step in steps]
 
 
 def apart(ours: Outputs, theirs: Outputs) -> float:

@@ -36,20 +36,23 @@ def one_step(
 
 
 def run_signature(drafter: MtpDrafter, inputs: Mapping[str, NDArray[Any]]) -> Outputs:
-    """What the reference drafter makes of one call's signature inputs, which have caches of two shapes.
+    """What the reference drafter makes of one call's signature inputs.
 
-    The ``mask`` [1, 1, 1, slots] serves the full layers as it is. A sliding layer sees slot ``a`` when it is also
-    within ``input_pos - window < a <= input_pos``.
+    A cache is of the layer type whose KV heads and head size are its own; where both types have the same, the numbers
+    in the names are in their order. The ``mask`` [1, 1, 1, slots] serves the full layers as it is. A sliding layer sees
+    slot ``a`` when it is also within ``input_pos - window < a <= input_pos``.
     """
     given = {name: torch.from_numpy(np.array(array)) for name, array in inputs.items()}
-    keys = {(k.shape[1], k.shape[3]): name for name, k in given.items() if name.startswith("kv_cache_k_")}
-    kv = {}
-    for kind, layer in drafter.config.kv_layers.items():
-        name = keys[layer.num_kv_heads, layer.head_dim]
-        kv[kind] = given[name], given[name.replace("_k_", "_v_")].transpose(2, 3)
+    keys = sorted((name for name in given if name.startswith("kv_cache_k_")), key=lambda n: int(n.split("_")[-1]))
     position = given["input_pos"].long().reshape(1, 1)
     mask = given["mask"].reshape(1, 1, -1)
-    slots, window = torch.arange(mask.shape[-1]), drafter.config.sliding_window or mask.shape[-1]
-    masks = dict.fromkeys(kv, mask)
-    masks["sliding_attention"] = mask & (slots <= position) & (slots > position - window)
+    slots = torch.arange(mask.shape[-1])
+    kv, masks = {}, {}
+    for kind, layer in drafter.config.kv_layers.items():
+        shape = layer.num_kv_heads, layer.head_dim
+        fitting = [name for name in keys if (given[name].shape[1], given[name].shape[3]) == shape]
+        name = fitting[-1 if kind == "full_attention" else 0]
+        kv[kind] = given[name], given[name.replace("_k_", "_v_")].transpose(2, 3)
+        window = layer.sliding_window
+        masks[kind] = mask if window is None else mask & (slots <= position) & (slots > position - window)
     return one_step(drafter, given["activations"], kv, position, masks)
