@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ NormEdit = Callable[[Graph, Norm], object]
 """Changes a norm in place."""
 
 P = ParamSpec("P")
+Place = TypeVar("Place", int, Norm)
+Result = TypeVar("Result")
 
 
 def a_change(function: Callable[Concatenate[Graph, P], object]) -> Callable[P, Change]:
@@ -26,14 +28,9 @@ def a_change(function: Callable[Concatenate[Graph, P], object]) -> Callable[P, C
     return lambda *given, **named: lambda g: function(g, *given, **named)
 
 
-def an_edit(function: Callable[Concatenate[Graph, int, P], int]) -> Callable[P, Edit]:
-    """``function`` called without its graph and value: an edit that is still to be made."""
-    return lambda *given, **named: lambda g, x: function(g, x, *given, **named)
-
-
-def a_norm_edit(function: Callable[Concatenate[Graph, Norm, P], object]) -> Callable[P, NormEdit]:
-    """``function`` called without its graph and norm: an edit of any norm that is still to be made."""
-    return lambda *given, **named: lambda g, norm: function(g, norm, *given, **named)
+def an_edit(function: Callable[Concatenate[Graph, Place, P], Result]) -> Callable[P, Callable[[Graph, Place], Result]]:
+    """``function`` called without its graph and value or norm: an edit of any that is still to be made."""
+    return lambda *given, **named: lambda g, place: function(g, place, *given, **named)
 
 
 WINDOW = 16
@@ -113,7 +110,7 @@ def cases(
 
 def at(g: Graph, place: str) -> int:
     """The tensor called ``place``: ``"0.scores"`` of a layer, an input, an output, a projection…"""
-    if place in ("activations", "input_pos", "mask", "param_tensor"):
+    if place in ("activations", "input_pos", "mask", "param_tensor") or place.startswith("kv_cache_"):
         return g.input(place)
     if place in ("logits", "projected_activations"):
         return g.output(place)
@@ -130,6 +127,11 @@ def edge(place: str, edit: Edit) -> Change:
     return lambda g: g.insert(at(g, place), lambda x: edit(g, x))
 
 
+def edges(table: Mapping[str, Mapping[str, Edit]]) -> dict[str, Change]:
+    """Of a table of edits by place, each edit as an :func:`edge` called ``place_name``."""
+    return {f"{place}_{name}": edge(place, edit) for place, edits in table.items() for name, edit in edits.items()}
+
+
 def put(place: str, edit: Edit, reader: Callable[[Graph], Any]) -> Change:
     """Let only the operator ``reader`` read ``edit`` of ``place``."""
     return lambda g: g.insert(at(g, place), lambda x: edit(g, x), [reader(g)])
@@ -141,6 +143,10 @@ def unary(name: str) -> Edit:
 
 def with_number(name: str, number: float | np.ndarray) -> Edit:
     return lambda g, x: g.call(name, x, np.asarray(number, np.float32))
+
+
+def gathered(indices: Sequence[int], axis: int) -> Edit:
+    return lambda g, x: g.gather(x, indices, axis)
 
 
 @an_edit
@@ -177,11 +183,9 @@ def through(dtype: Any) -> Edit:
     return lambda g, x: g.cast(g.cast(x, dtype), np.float32)
 
 
-def parameters(scale: float | Sequence[float], zero_point: int | Sequence[int] = 0) -> Any:
-    made = schema.QuantizationParametersT()
-    made.scale = np.atleast_1d(np.asarray(scale, np.float32))
-    made.zeroPoint = np.broadcast_to(np.asarray(zero_point, np.int64), made.scale.shape).copy()
-    return made
+def parameters(scale: float, zero_point: int = 0) -> Any:
+    scales, zero_points = np.array([scale], np.float32), np.array([zero_point], np.int64)
+    return schema.QuantizationParametersT(scale=scales, zeroPoint=zero_points)
 
 
 @a_change
@@ -206,11 +210,11 @@ def as_codes(
 ) -> None:
     """Let the input ``name`` be integers, which ``back`` makes floats; with ``grid``, the file says what they mean."""
     tensor = g.input(name)
-    readers, described, ends, step = g.readers(tensor), g.main.tensors[tensor], np.iinfo(dtype), scale or 1.0
+    described, ends, step = g.main.tensors[tensor], np.iinfo(dtype), scale or 1.0
     described.type = {np.int8: schema.TensorType.INT8, np.int16: schema.TensorType.INT16}[dtype]
     if grid:
         described.quantization = parameters(scale, zero_point)
-    g.rewire(tensor, back(g, tensor), readers)
+    g.insert(tensor, lambda x: back(g, x))
     g.adapt[name] = lambda a: np.clip(np.round(a / step) + zero_point, ends.min, ends.max).astype(dtype)
 
 
@@ -224,5 +228,5 @@ def clamped(bound: float) -> Edit:
 
 
 def over_int(scale: float, zero_point: int = 0, dtype: Any = np.int8) -> Edit:
-    """QUANTIZE and DEQUANTIZE."""
-    return lambda g, x: g.call("DEQUANTIZE", quantized(g, x, scale, zero_point, dtype), dtype=np.float32)
+    """QUANTIZE and DEQUANTIZE: statically quantized activations, whose numbers are meant to be what they were."""
+    return lambda g, x: dequantized(g, quantized(g, x, scale, zero_point, dtype))

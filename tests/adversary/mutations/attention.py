@@ -11,6 +11,8 @@ from helpers.surgery import Graph
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, add, an_edit, cases, chain, edge, mul, unary, with_number
 
+PAST = tuple(Sample(position, mask="past") for position in (40, 201, 255))
+
 
 def slots(g: Graph) -> np.ndarray:
     return np.arange(g.shape(g.input("mask"))[-1], dtype=np.int32).reshape(1, 1, 1, -1)
@@ -28,13 +30,9 @@ def compare(name: str, offset: int) -> Callable[[Graph], int]:
     return lambda g: g.call(name, g.input("input_pos"), slots(g) + np.int32(offset))
 
 
-def both(g: Graph, a: int, b: int) -> int:
-    return g.logical_and(a, b)
-
-
 def bounded(lower: Callable[[Graph], int], upper: Callable[[Graph], int], layer: int = 0) -> Change:
     """The mask input within two bounds, in place of the layer's own mask."""
-    return visible(layer, lambda g, _: both(g, g.input("mask"), both(g, lower(g), upper(g))))
+    return visible(layer, lambda g, _: g.logical_and(g.input("mask"), g.logical_and(lower(g), upper(g))))
 
 
 def window(size: int, *, layer: int = 0) -> Change:
@@ -56,11 +54,12 @@ def masked_value(g: Graph, value: float) -> None:
 def by_rest(g: Graph, x: int, size: int) -> int:
     """The mask, where slots are that have the same rest by ``size`` as the position."""
     position = g.call("FLOOR_MOD", g.input("input_pos"), np.array([size], np.int32))
-    return both(g, x, g.equal(position, slots(g) % np.int32(size)))
+    return g.logical_and(x, g.equal(position, slots(g) % np.int32(size)))
 
 
 def constant_mask(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
-    return lambda g, x: both(g, x, g.constant(pick(slots(g)), np.bool_))
+    """The mask, where ``pick`` of the slots holds."""
+    return lambda g, x: g.logical_and(x, g.constant(pick(slots(g)), np.bool_))
 
 
 @a_change
@@ -76,29 +75,23 @@ def hidden_sum(g: Graph, mask: int) -> int:
     return g.mul(g.sub(1.0, g.cast(mask, np.float32)), e.LOWEST)
 
 
-@a_change
-def group_sees_all(g: Graph, axis: int) -> bool | None:
-    """The first of two KV heads (axis 1) or queries (axis 2) sees by the mask, the second everything in the past."""
+def second_head_sees_all(g: Graph) -> None:
+    """The first of two KV heads sees by the mask, the second everything in the past."""
     layer = g.layer(0)
     past = g.reshape(compare("GREATER_EQUAL", 0)(g), g.shape(layer.visible))
-    joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], axis), np.bool_)
+    joined = g.cast(g.join([g.cast(layer.visible, np.int32), g.cast(past, np.int32)], 1), np.bool_)
     hidden = g.call("SELECT_V2", joined, layer.scores, -1e9, shape=g.shape(layer.scores))
     g.set_input(layer.softmax, 0, hidden)
-    return None
 
 
-@a_change
-def comparison(g: Graph, old: str, new: str) -> None:
-    """Another comparison of the position with the slots."""
-    (op,) = [op for op in g.ops if g.kind(op) == old]
-    g.recode(op, new)
+def causal_reversed(g: Graph) -> None:
+    (op,) = [op for op in g.ops if g.kind(op) == "GREATER_EQUAL"]
+    g.recode(op, "LESS_EQUAL")
 
 
-@a_change
-def compared_with(g: Graph, old: str, number: Callable[[Graph], int]) -> None:
-    """A comparison of something else than ``input_pos``."""
-    for op in [op for op in g.ops if g.kind(op) == old]:
-        g.set_input(op, 0, g.reshape(number(g), g.shape(int(op.inputs[0]))))
+def causal_by_param_tensor(g: Graph) -> None:
+    for op in [op for op in g.ops if g.kind(op) == "LESS"]:
+        g.set_input(op, 0, g.reshape(end_param(g), g.shape(int(op.inputs[0]))))
 
 
 def end_param(g: Graph) -> int:
@@ -112,11 +105,11 @@ MASKS: dict[str, Change] = {
     "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -e.WINDOW)),
     "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
     "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
-    "causal_is_reversed": comparison("GREATER_EQUAL", "LESS_EQUAL"),
+    "causal_is_reversed": causal_reversed,
     "without_first_slot": visible(1, constant_mask(lambda s: s > 0)),
-    "second_kv_head_sees_all": group_sees_all(1),
+    "second_kv_head_sees_all": second_head_sees_all,
     "dilated": visible(1, by_rest(2)),
-    "causal_by_param_tensor": compared_with("LESS", end_param),
+    "causal_by_param_tensor": causal_by_param_tensor,
 }
 
 REACH = 31
@@ -137,16 +130,6 @@ def start(g: Graph, axis: int, begin: int, size: int) -> int:
     return g.join([first if i == axis else zero for i in range(4)], 0)
 
 
-def weighed(g: Graph, size: int, begin: int, layer: int = 0) -> int | None:
-    """What the layer mixes of some slots alone."""
-    place = g.layer(layer)
-    if place.mix.builtinOptions is None:
-        return None
-    weights, values = cut(g, place.probabilities, size, begin), cut(g, place.value, size, begin)
-    flip = bool(place.mix.builtinOptions.adjY)
-    return g.call("BATCH_MATMUL", weights, values, shape=g.shape(place.attended), adjY=flip)
-
-
 @a_change
 def windowed(g: Graph, scored: int, mixed: int, begin: int = REACH) -> bool | None:
     """The sliding layer scores ``scored`` slots and weighs ``mixed``, both from the position less ``begin`` on."""
@@ -157,47 +140,33 @@ def windowed(g: Graph, scored: int, mixed: int, begin: int = REACH) -> bool | No
     some = g.call("BATCH_MATMUL", place.queries, cut(g, place.key, scored, begin), shape=shape, adjY=flip)
     around = g.constant(np.full(g.shape(place.scores), -1e9))
     placed = g.call("DYNAMIC_UPDATE_SLICE", around, some, start(g, 3, begin, scored), shape=g.shape(place.scores))
-    readers = g.readers(place.scores)
-    part = weighed(g, mixed, begin)
-    g.rewire(place.scores, placed, readers)
+    weights, values = cut(g, place.probabilities, mixed, begin), cut(g, place.value, mixed, begin)
+    flip = bool(place.mix.builtinOptions.adjY)
+    part = g.call("BATCH_MATMUL", weights, values, shape=g.shape(place.attended), adjY=flip)
+    g.rewire(place.scores, placed)
     g.rewire(place.attended, part)
     return None
 
 
-WINDOWS = cases(
-    "windows of slots",
-    {
-        "fewer_scored_than_weighed": windowed(24, 32),
-        "right_at_the_last_position_alone": windowed(32, 32, 10),
-        "from_one_slot_late": windowed(e.WINDOW, e.WINDOW, e.WINDOW - 2),
-        "up_to_one_slot_before": windowed(e.WINDOW - 1, e.WINDOW - 1, e.WINDOW - 1),
-    },
-    *(Sample(position, mask="past") for position in (40, 201, 255)),
-)
-"""A window that is too short for some positions, of both products or of one."""
+# A window that is too short for some positions, of both products or of one.
+WINDOWS: dict[str, Change] = {
+    "fewer_scored_than_weighed": windowed(24, 32),
+    "right_at_the_last_position_alone": windowed(32, 32, 10),
+    "from_one_slot_late": windowed(e.WINDOW, e.WINDOW, e.WINDOW - 2),
+    "up_to_one_slot_before": windowed(e.WINDOW - 1, e.WINDOW - 1, e.WINDOW - 1),
+}
 
 
-def beside(g: Graph, scores: int, edit: Callable[[int, list[int]], int], kept: int) -> int:
-    """``scores`` repeated along an axis as long as the slots, edited there, of which one row is kept."""
-    shape = g.shape(scores)
-    slots, heads = shape[-1], int(np.prod(shape[:-1]))
-    wide = [1, heads, slots, slots]
-    x = g.call("BROADCAST_TO", g.reshape(scores, [1, heads, slots, 1]), np.array(wide, np.int32), shape=wide)
-    return g.reshape(g.part(edit(x, wide), kept, 1), shape)
-
-
-@a_change
-def by_one_entry(g: Graph, entry: int) -> None:
-    """One entry of the mask hides or shows every slot."""
+def by_first_entry(g: Graph) -> None:
+    """The mask's first entry hides or shows every slot: by a row of scores that are spread along an axis more."""
     place = g.layer(1)
     shape = g.shape(place.scores)
-
-    def masked(x: int, wide: list[int]) -> int:
-        return g.call("SELECT_V2", g.input("mask"), x, -1e9, shape=wide)
-
-    x = beside(g, place.scores, masked, entry)
-    slots = np.arange(shape[-1], dtype=np.int32).reshape(1, 1, 1, -1)
-    past = g.call("GREATER_EQUAL", g.input("input_pos"), slots)
+    length, heads = shape[-1], int(np.prod(shape[:-1]))
+    wide = [1, heads, length, length]
+    x = g.call("BROADCAST_TO", g.reshape(place.scores, [1, heads, length, 1]), np.array(wide, np.int32), shape=wide)
+    masked = g.call("SELECT_V2", g.input("mask"), x, -1e9, shape=wide)
+    x = g.reshape(g.part(masked, 0, 1), shape)
+    past = compare("GREATER_EQUAL", 0)(g)
     g.set_input(place.softmax, 0, g.call("SELECT_V2", past, x, -1e9, shape=shape))
 
 
@@ -212,90 +181,61 @@ def by_numbers(g: Graph) -> None:
     )
 
 
-ALONG = cases(
-    "masks along another axis",
-    {
-        "mask_entry_0": by_one_entry(0),
-        "condition_of_floats": by_numbers,
-    },
-    *(Sample(position, mask="past") for position in (40, 201, 255)),
-)
+ALONG: dict[str, Change] = {"mask_entry_0": by_first_entry, "condition_of_floats": by_numbers}
 
 
 @a_change
 def cache_edit(g: Graph, which: str, edit: Edit, layer: int = 0) -> None:
     """``edit`` of a cache, as [1, heads, slots, width] for keys and values alike."""
-    place = g.layer(layer)
-    number = 2 if layer == 0 else 3
-    tensor = g.input(f"kv_cache_{'k' if which == 'key' else 'v'}_{number}")
-    readers = g.readers(tensor)
-    if which == "value":
-        upright = g.transpose(tensor, [0, 1, 3, 2])
-        new = g.transpose(edit(g, upright), [0, 1, 3, 2])
-    else:
-        new = edit(g, tensor)
-    assert g.shape(new) == g.shape(tensor) and place
-    g.rewire(tensor, new, readers)
+
+    def upright(x: int) -> int:
+        return g.transpose(edit(g, g.transpose(x, [0, 1, 3, 2])), [0, 1, 3, 2])
+
+    tensor = g.input(f"kv_cache_{which[0]}_{2 + layer}")
+    new = g.insert(tensor, upright if which == "value" else lambda x: edit(g, x))
+    assert g.shape(new) == g.shape(tensor)
 
 
 @a_change
 def laid_out(g: Graph, name: str, order: Sequence[int]) -> None:
     """The cache ``name`` comes with its axes in ``order``, and is brought back."""
-    for number in (2, 3):
-        tensor = g.input(f"kv_cache_{name}_{number}")
+    for cache in (f"kv_cache_{name}_2", f"kv_cache_{name}_3"):
+        tensor = g.input(cache)
         shape = g.shape(tensor)
-        readers = g.readers(tensor)
         g.main.tensors[tensor].shape = [shape[i] for i in order]
-        g.rewire(tensor, g.transpose(tensor, list(np.argsort(order))), readers)
-        g.adapt[f"kv_cache_{name}_{number}"] = lambda array: np.ascontiguousarray(array.transpose(order))
+        g.insert(tensor, lambda x: g.transpose(x, np.argsort(order).tolist()))
+        g.adapt[cache] = lambda array: np.ascontiguousarray(array.transpose(order))
 
 
-@a_change
-def from_other(g: Graph, which: str) -> None:
-    """K in place of V, or V in place of K."""
-    key, value = g.input("kv_cache_k_2"), g.input("kv_cache_v_2")
-    old, new = (key, value) if which == "key" else (value, key)
-    readers = g.readers(old)
-    g.rewire(old, g.transpose(new, [0, 1, 3, 2]), readers)
-
-
-@a_change
-def of_full_layer(g: Graph, which: str) -> bool | None:
+def key_of_full_layer(g: Graph) -> bool | None:
     """The sliding layer reads a part of the full layer's cache."""
-    mine, theirs = (g.input(f"kv_cache_{which}_{n}") for n in (2, 3))
+    mine, theirs = g.input("kv_cache_k_2"), g.input("kv_cache_k_3")
     if g.shape(mine)[1] != g.shape(theirs)[1]:
         return False
-    readers = g.readers(mine)
-    g.rewire(mine, g.slice(theirs, [0, 0, 0, 0], g.shape(mine)), readers)
+    g.insert(mine, lambda x: g.slice(theirs, [0, 0, 0, 0], g.shape(x)))
     return None
 
 
-def updated_slot(g: Graph) -> None:
-    """The newest slot of the keys is overwritten."""
-    key = g.input("kv_cache_k_3")
-    readers = g.readers(key)
-    update = g.constant(np.full([1, g.shape(key)[1], 1, 64], 0.5))
-    zero = np.zeros(1, np.int32)
-    start = g.join(
-        [g.constant(zero, np.int32), g.constant(zero, np.int32), g.input("input_pos"), g.constant(zero, np.int32)]
-    )
-    g.rewire(key, g.call("DYNAMIC_UPDATE_SLICE", key, update, start, shape=g.shape(key)), readers)
+def updated_slot(g: Graph, x: int) -> int:
+    """The newest slot is overwritten."""
+    update = g.constant(np.full([1, g.shape(x)[1], 1, 64], 0.5))
+    zeros = [g.constant(np.zeros(1), np.int32) for _ in range(3)]
+    start = g.join([zeros[0], zeros[1], g.input("input_pos"), zeros[2]])
+    return g.call("DYNAMIC_UPDATE_SLICE", x, update, start, shape=g.shape(x))
 
 
 HEADS: dict[str, Change] = {
-    "value_is_key": from_other("value"),
-    "key_of_full_layer": of_full_layer("k"),
-    "kv_heads_swapped": lambda g: [
-        cache_edit(which, lambda g, x: g.gather(x, [1, 0], 1))(g) for which in ("key", "value")
-    ],
-    "first_key_head_twice": cache_edit("key", lambda g, x: g.gather(x, [0, 0], 1)),
+    "value_is_key": edge("kv_cache_v_2", lambda g, _: g.transpose(g.input("kv_cache_k_2"), [0, 1, 3, 2])),
+    "key_of_full_layer": key_of_full_layer,
+    "kv_heads_swapped": e.each(*(cache_edit(which, e.gathered([1, 0], 1)) for which in ("key", "value"))),
+    "first_key_head_twice": cache_edit("key", e.gathered([0, 0], 1)),
     "query_heads_averaged": edge("0.rotated", lambda g, x: g.add(g.reduce("MEAN", x, 2), g.mul(x, 0.0))),
     "query_halves_swapped": edge("0.query", lambda g, x: g.join(e.halves(g, x)[::-1])),
-    "key_slots_reversed": cache_edit("key", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
-    "value_slots_reversed": cache_edit("value", lambda g, x: g.gather(x, range(255, -1, -1), 2), 1),
+    "key_slots_reversed": cache_edit("key", e.gathered(range(255, -1, -1), 2), 1),
+    "value_slots_reversed": cache_edit("value", e.gathered(range(255, -1, -1), 2), 1),
     "key_halves_swapped": cache_edit("key", lambda g, x: g.join(e.halves(g, x)[::-1])),
     "value_plus_key": cache_edit("value", lambda g, x: g.add(x, g.input("kv_cache_k_2"))),
-    "newest_key_overwritten": updated_slot,
+    "newest_key_overwritten": cache_edit("key", updated_slot, 1),
     "result_minus_query": edge("0.attended", lambda g, x: g.sub(x, g.layer(0).queries)),
 }
 
@@ -304,20 +244,24 @@ def permuted(place: str, order: Callable[[int], Sequence[int]]) -> Change:
     return edge(place, lambda g, x: g.gather(x, order(g.shape(x)[-1]), -1))
 
 
-reverse = lambda size: range(size - 1, -1, -1)  # noqa: E731
+def reversed_order(size: int) -> Sequence[int]:
+    return range(size - 1, -1, -1)
 
-swap_halves = lambda size: [*range(size // 2, size), *range(size // 2)]  # noqa: E731
+
+def swapped_halves(size: int) -> Sequence[int]:
+    return [*range(size // 2, size), *range(size // 2)]
+
 
 ORDER: dict[str, Change] = {
-    "hidden_before_embedding": permuted("activations", swap_halves),
-    "stream_reversed": permuted("pre_projection", reverse),
-    "gate_reversed": permuted("0.gate", reverse),
-    "up_halves_swapped": permuted("0.up", swap_halves),
-    "state_reversed": permuted("state", reverse),
+    "hidden_before_embedding": permuted("activations", swapped_halves),
+    "stream_reversed": permuted("pre_projection", reversed_order),
+    "gate_reversed": permuted("0.gate", reversed_order),
+    "up_halves_swapped": permuted("0.up", swapped_halves),
+    "state_reversed": permuted("state", reversed_order),
     "state_for_head_rolled": e.put(
         "state", lambda g, x: g.join([g.part(x, 1, 63), g.part(x, 0, 1)]), lambda g: g.linear("lm_head")
     ),
-    "logits_reversed": permuted("logits", reverse),
+    "logits_reversed": permuted("logits", reversed_order),
 }
 
 
@@ -329,69 +273,48 @@ def softmax_spelled(g: Graph, power: Callable[[Graph, int], int]) -> None:
     g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
 
 
-scores = lambda edit, layer=0: edge(f"{layer}.scores", edit)  # noqa: E731
-
-probabilities = lambda edit, layer=0: edge(f"{layer}.probabilities", edit)  # noqa: E731
-
 SCORES: dict[str, Change] = {
-    "doubled": scores(lambda g, x: g.add(x, x)),
-    "divided_by_2": scores(e.with_number("DIV", 2.0)),
-    "minus": scores(e.unary("NEG")),
-    "leaky": scores(lambda g, x: g.maximum(x, g.mul(x, 0.1))),
-    "minus_mean": scores(lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
+    "doubled": edge("0.scores", lambda g, x: g.add(x, x)),
+    "divided_by_2": edge("0.scores", with_number("DIV", 2.0)),
+    "minus": edge("0.scores", unary("NEG")),
+    "leaky": edge("0.scores", lambda g, x: g.maximum(x, g.mul(x, 0.1))),
+    "minus_mean": edge("0.scores", lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
     "softmax_base_2": softmax_spelled(lambda g, x: g.pow(2.0, x)),
     "softmax_plus_1": softmax_spelled(lambda g, x: g.add(g.exp(x), 1e-3)),
-    "softmax_twice": probabilities(lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
-    "probabilities_of_other_head": probabilities(lambda g, x: g.gather(x, [1, 0], 1)),
-    "probabilities_of_other_query": probabilities(lambda g, x: g.gather(x, [1, 0], 2)),
+    "softmax_twice": edge("0.probabilities", lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
+    "probabilities_of_other_head": edge("0.probabilities", e.gathered([1, 0], 1)),
+    "probabilities_of_other_query": edge("0.probabilities", e.gathered([1, 0], 2)),
 }
-
-EXP = unary("EXP")
-
-
-def to_power(number: float) -> Edit:
-    return with_number("POW", number)
-
-
 WEIGHTS: dict[str, Change] = {
     "logarithm_stretched_and_back": edge("1.probabilities", chain(unary("LOG"), mul(1.01), unary("EXP"))),
 }
 
 
 @a_change
-def spelled(
-    g: Graph,
-    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3),
-    total: Edit = lambda g, x: x,
-    powers: Edit = EXP,
-) -> None:
-    """The softmax of layer 1 in its parts, with another maximum, another sum, or other powers."""
+def spelled(g: Graph, largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3), total: Edit = lambda g, x: x) -> None:
+    """The softmax of layer 1 in its parts, with another maximum or another sum."""
     place = g.layer(1)
-    raised = powers(g, g.sub(place.masked, largest(g, place.masked)))
-    whole = total(g, g.reduce("SUM", raised, 3))
-    g.rewire(place.probabilities, g.div(raised, whole))
+    powers = g.exp(g.sub(place.masked, largest(g, place.masked)))
+    g.rewire(place.probabilities, g.div(powers, total(g, g.reduce("SUM", powers, 3))))
 
 
-@a_change
-def by_log_softmax(g: Graph, edit: Edit) -> None:
+def logarithm_stretched(g: Graph) -> None:
     place = g.layer(1)
-    g.rewire(place.probabilities, g.exp(edit(g, g.call("LOG_SOFTMAX", place.masked))))
+    g.rewire(place.probabilities, g.exp(g.mul(g.call("LOG_SOFTMAX", place.masked), 1.01)))
 
 
 def over_heads(g: Graph, x: int) -> int:
-    shape = g.shape(x)
-    return g.call("REDUCE_MAX", x, np.array([1, 2, 3], np.int32), shape=[1] * len(shape), keepDims=True)
+    return g.call("REDUCE_MAX", x, np.array([1, 2, 3], np.int32), shape=[1] * len(g.shape(x)), keepDims=True)
 
 
 def other_head(g: Graph, x: int) -> int:
-    top = g.reduce("REDUCE_MAX", x, 3)
-    return g.gather(top, [*range(1, g.shape(x)[2]), 0], 2)
+    return g.gather(g.reduce("REDUCE_MAX", x, 3), [*range(1, g.shape(x)[2]), 0], 2)
 
 
 TOTALS: dict[str, Change] = {
-    "total_to_0.999": spelled(total=to_power(0.999)),
+    "total_to_0.999": spelled(total=with_number("POW", 0.999)),
     "total_plus_1e-3": spelled(total=add(1e-3)),
-    "logarithm_stretched": by_log_softmax(mul(1.01)),
+    "logarithm_stretched": logarithm_stretched,
 }
 
 LARGEST: dict[str, Change] = {
@@ -407,17 +330,13 @@ def floats(g: Graph) -> int:
 
 
 @an_edit
-def formally(g: Graph, x: int, number: float, by: Callable[[Graph], int] = floats) -> int:
-    """``number`` as 0 · mask + number, for every slot where a value has slots, and else by one slot's mask."""
+def bound(g: Graph, x: int, name: str, number: float) -> int:
+    """By ``number`` as 0 · mask + number, for every slot where a value has slots, and else by one slot's mask."""
     shape = g.shape(x)
-    made = g.add(g.mul(by(g), 0.0), np.float32(number))
+    by_slot = g.add(g.mul(floats(g), 0.0), np.float32(number))
     if 256 not in shape:
-        return g.reshape(g.part(made, 7, 1), [1] * len(shape))
-    return g.reshape(made, [256 if i == shape.index(256) else 1 for i in range(len(shape))])
-
-
-def bound(name: str, number: float, by: Callable[[Graph], int] = floats) -> Edit:
-    return lambda g, x: g.call(name, x, formally(number, by)(g, x))
+        return g.call(name, x, g.reshape(g.part(by_slot, 7, 1), [1] * len(shape)))
+    return g.call(name, x, g.reshape(by_slot, [256 if i == shape.index(256) else 1 for i in range(len(shape))]))
 
 
 BOUNDS: dict[str, Change] = {
@@ -457,8 +376,8 @@ CASES = (
     *cases("scores", SCORES),
     *cases("heads and caches", HEADS),
     *cases("order", ORDER),
-    *WINDOWS,
-    *ALONG,
+    *cases("windows of slots", WINDOWS, *PAST),
+    *cases("masks along another axis", ALONG, *PAST),
     *cases("third: weights of a softmax", WEIGHTS, *_SHARP, *_HIDDEN),
     *cases("third: sum of a softmax", TOTALS, *_SHARP, *_HIDDEN),
     *cases("third: largest score", LARGEST, *_LOUD, *_HIDDEN, rounding=1e-2),

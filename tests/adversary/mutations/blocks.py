@@ -10,7 +10,7 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph, Norm
 
 from adversary import edits as e
-from adversary.edits import Change, a_change, cases, edge
+from adversary.edits import Change, Edit, a_change, cases, edge
 
 NORM_ROLES = ("layers.0.pre_ffw_norm", "layers.0.q_norm", "layers.1.post_ffw_norm", "final_norm")
 
@@ -19,54 +19,52 @@ def normed_by(role: str, edit: e.NormEdit) -> Change:
     return lambda g: edit(g, g.norm(role))
 
 
-@e.a_norm_edit
-def eps(g: Graph, norm: Norm, number: float) -> None:
-    constant = next(int(i) for i in norm.add.inputs if g.is_constant(int(i)))
-    g.set_input(norm.add, list(norm.add.inputs).index(constant), g.constant(np.full(g.shape(constant), number)))
-
-
 @a_change
-def every_eps(g: Graph, number: float) -> None:
+def every_norm(g: Graph, edit: e.NormEdit) -> None:
     for role in [role for role in g.roles if role.endswith("_norm")]:
-        eps(number)(g, g.norm(role))
+        edit(g, g.norm(role))
 
 
-@e.a_norm_edit
+@e.an_edit
+def epsilon(g: Graph, norm: Norm, edit: Edit) -> None:
+    """``edit`` of the epsilon."""
+    constant = next(int(i) for i in norm.add.inputs if g.is_constant(int(i)))
+    g.rewire(constant, edit(g, constant), [norm.add])
+
+
+def eps(number: float) -> e.NormEdit:
+    return epsilon(lambda g, x: g.constant(np.full(g.shape(x), number)))
+
+
+@e.an_edit
 def power(g: Graph, norm: Norm, number: float) -> None:
     g.rewire(int(norm.root.outputs[0]), g.pow(int(norm.root.inputs[0]), np.float32(number)))
 
 
-def averaged(edit: Callable[[Graph, int], int]) -> e.NormEdit:
-    """``edit`` of the mean (JAX style: the sum) of squares."""
-    return lambda g, norm: g.insert(int(norm.average.outputs[0]), lambda x: edit(g, x))
+@e.an_edit
+def result_of(g: Graph, norm: Norm, operator: str, edit: Edit) -> None:
+    """``edit`` of the average (the mean of squares, in JAX style their sum) or of one over the root."""
+    g.insert(int(getattr(norm, operator).outputs[0]), lambda x: edit(g, x))
 
 
-def rooted(edit: Callable[[Graph, int], int]) -> e.NormEdit:
-    """``edit`` of one over the root."""
-    return lambda g, norm: g.insert(int(norm.root.outputs[0]), lambda x: edit(g, x))
-
-
-def from_squares(edit: Callable[[Graph, int], int]) -> e.NormEdit:
+def from_squares(edit: Edit) -> e.NormEdit:
     """``edit`` of x in place of x·x."""
     return lambda g, norm: g.rewire(int(norm.square.outputs[0]), edit(g, norm.x))
 
 
 def centred(g: Graph, norm: Norm) -> None:
     """A layer norm: the mean is subtracted first."""
-    axis = len(g.shape(norm.x)) - 1
-    less = g.sub(norm.x, g.reduce("MEAN", norm.x, axis))
+    less = g.sub(norm.x, g.reduce("MEAN", norm.x, -1))
     g.rewire(norm.x, less, [norm.square, norm.scale])
 
 
-def weighted(edit: Callable[[Graph, int], int]) -> e.NormEdit:
+def weighted(edit: Edit) -> e.NormEdit:
     """``edit`` of the weight."""
     return lambda g, norm: g.insert(norm.weight, lambda w: edit(g, w), [norm.weigh])
 
 
-@e.a_norm_edit
-def weight_of(g: Graph, norm: Norm, role: str) -> None:
-    other = g.roles[role]
-    g.rewire(norm.weight, g.reshape(other, g.shape(norm.weight)), [norm.weigh])
+def weight_of(role: str) -> e.NormEdit:
+    return weighted(lambda g, w: g.reshape(g.roles[role], g.shape(w)))
 
 
 def over_heads(g: Graph, norm: Norm) -> None:
@@ -78,11 +76,10 @@ def over_heads(g: Graph, norm: Norm) -> None:
 def in_halves(g: Graph, norm: Norm) -> None:
     """Each half is normed by itself."""
     squares = int(norm.square.outputs[0])
-    parts = [g.reduce("MEAN", half, len(g.shape(squares)) - 1) for half in e.halves(g, squares)]
+    parts = [g.reduce("MEAN", half, -1) for half in e.halves(g, squares)]
     shape = [*g.shape(squares)[:-1], g.shape(squares)[-1] // 2]
     wide = [g.call("BROADCAST_TO", part, np.array(shape, np.int32), shape=shape) for part in parts]
-    inverse = g.rsqrt(g.add(g.join(wide), 1e-6))
-    g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), inverse)
+    g.rewire(int(norm.root.outputs[0]), g.rsqrt(g.add(g.join(wide), 1e-6)), [norm.scale])
 
 
 def skipped(g: Graph, norm: Norm) -> None:
@@ -93,14 +90,10 @@ def unweighted(g: Graph, norm: Norm) -> None:
     g.rewire(norm.out, int(norm.scale.outputs[0]))
 
 
-def only_weighted(g: Graph, norm: Norm) -> None:
-    g.set_input(norm.weigh, list(norm.weigh.inputs).index(int(norm.scale.outputs[0])), norm.x)
-
-
-def largest(g: Graph, norm: Norm) -> None:
+def by_the_largest(g: Graph, norm: Norm) -> None:
     """Divided by the largest element instead of the root of the mean of squares."""
-    top = g.reduce("REDUCE_MAX", g.abs(norm.x), len(g.shape(norm.x)) - 1)
-    g.set_input(norm.scale, list(norm.scale.inputs).index(int(norm.root.outputs[0])), g.div(1.0, top))
+    top = g.reduce("REDUCE_MAX", g.abs(norm.x), -1)
+    g.rewire(int(norm.root.outputs[0]), g.div(1.0, top), [norm.scale])
 
 
 NORM_EDITS: dict[str, e.NormEdit] = {
@@ -108,16 +101,16 @@ NORM_EDITS: dict[str, e.NormEdit] = {
     "eps_1": eps(1.0),
     "power_0.4": power(-0.4),
     "power_1": power(-1.0),
-    "sum_for_mean": averaged(lambda g, x: g.mul(x, 64.0)),
-    "mean_halved": averaged(lambda g, x: g.mul(x, 0.5)),
-    "mean_bounded": averaged(lambda g, x: g.maximum(x, 1e4)),
-    "eps_after_root": rooted(lambda g, x: g.add(x, 0.05)),
-    "root_bounded": rooted(lambda g, x: g.minimum(x, 0.6)),
-    "mean_of_absolutes": from_squares(lambda g, x: g.abs(x)),
+    "sum_for_mean": result_of("average", e.mul(64.0)),
+    "mean_halved": result_of("average", e.mul(0.5)),
+    "mean_bounded": result_of("average", e.with_number("MAXIMUM", 1e4)),
+    "eps_after_root": result_of("root", e.add(0.05)),
+    "root_bounded": result_of("root", e.with_number("MINIMUM", 0.6)),
+    "mean_of_absolutes": from_squares(e.unary("ABS")),
     "mean_of_cubes": from_squares(lambda g, x: g.abs(g.mul(g.mul(x, x), x))),
     "squares_shifted": from_squares(lambda g, x: g.square(g.add(x, 0.5))),
     "centred": centred,
-    "weight_plus_1": weighted(lambda g, w: g.add(w, 1.0)),
+    "weight_plus_1": weighted(e.add(1.0)),
     "weight_squared": weighted(lambda g, w: g.mul(w, w)),
     "weight_reversed": weighted(lambda g, w: g.gather(w, range(g.shape(w)[-1] - 1, -1, -1), -1)),
     "weight_doubled": weighted(lambda g, w: g.add(w, w)),
@@ -125,8 +118,8 @@ NORM_EDITS: dict[str, e.NormEdit] = {
     "in_halves": in_halves,
     "skipped": skipped,
     "unweighted": unweighted,
-    "only_weighted": only_weighted,
-    "by_the_largest": largest,
+    "only_weighted": lambda g, norm: g.rewire(int(norm.scale.outputs[0]), norm.x, [norm.weigh]),
+    "by_the_largest": by_the_largest,
 }
 
 SPREAD = {name: NORM_ROLES[index % len(NORM_ROLES)] for index, name in enumerate(NORM_EDITS)}
@@ -134,7 +127,7 @@ SPREAD = {name: NORM_ROLES[index % len(NORM_ROLES)] for index, name in enumerate
 
 NORMS: dict[str, Change] = {
     **{f"{name}_{SPREAD[name].split('.')[-1]}": normed_by(SPREAD[name], edit) for name, edit in NORM_EDITS.items()},
-    "every_eps_0.01": every_eps(1e-2),
+    "every_eps_0.01": every_norm(eps(1e-2)),
     "q_norm_over_heads": normed_by("layers.0.q_norm", over_heads),
     "q_norm_skipped": normed_by("layers.0.q_norm", skipped),
     "q_norm_unweighted": normed_by("layers.1.q_norm", unweighted),
@@ -142,34 +135,15 @@ NORMS: dict[str, Change] = {
     "pre_ffw_weight_of_post_ffw": normed_by("layers.0.pre_ffw_norm", weight_of("layers.0.post_ffw_norm")),
     "post_attention_weight_of_final": normed_by("layers.1.post_attention_norm", weight_of("final_norm")),
     "result_shifted": edge("0.ffw_in", e.add(0.1)),
-    "twice": edge(
-        "0.attention_branch",
-        lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.mul(x, x), -1 % len(g.shape(x))), 1e-6))),
-    ),
+    "twice": edge("0.attention_branch", lambda g, x: g.mul(x, g.rsqrt(g.add(g.reduce("MEAN", g.mul(x, x), -1), 1e-6)))),
 }
 
 
-@a_change
-def operand(
-    g: Graph, op_of: Callable[[Any], Any], old_of: Callable[[Any], int], edit: Callable[[Graph, Any, int], int]
-) -> None:
-    """In layer 0, another value where the operator reads ``old``."""
-    layer = g.layer(0)
-    op, old = op_of(layer), old_of(layer)
-    g.rewire(old, edit(g, layer, old), [op])
-
-
-def first(old: str, edit: Callable[[Graph, Any, int], int]) -> Change:
-    return operand(lambda p: p.first, lambda p: int(getattr(p, old)), edit)
-
-
-@a_change
-def scalar_elsewhere(g: Graph, target: str) -> None:
+def scalar_on_stream(g: Graph) -> None:
     """The layer's scalar multiplies only a part of what it should."""
     layer = g.layer(0)
-    scalar = g.roles["layers.0.layer_scalar"]
     g.rewire(layer.out, layer.summed)
-    g.insert(int(getattr(layer, target)), lambda x: g.mul(x, scalar), [layer.second])
+    g.insert(layer.middle, lambda x: g.mul(x, g.roles["layers.0.layer_scalar"]), [layer.second])
 
 
 def scalars_swapped(g: Graph) -> None:
@@ -180,15 +154,19 @@ def scalars_swapped(g: Graph) -> None:
 
 
 @a_change
-def fused(g: Graph, attribute: str, activation: int) -> None:
-    getattr(g.layer(0), attribute).builtinOptions.fusedActivationFunction = activation
+def fused(g: Graph, place: Callable[[Graph], Any], activation: str) -> bool | None:
+    op = place(g)
+    if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
+        return False
+    op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
+    return None
 
 
 RESIDUALS: dict[str, Change] = {
-    "first_stream_doubled": first("stream", lambda g, p, x: g.add(x, x)),
-    "first_with_relu": fused("first", schema.ActivationFunctionType.RELU),
+    "first_stream_doubled": e.put("0.stream", lambda g, x: g.add(x, x), lambda g: g.layer(0).first),
+    "first_with_relu": fused(lambda g: g.layer(0).first, "RELU"),
     "second_with_tanh": edge("0.summed", e.unary("TANH")),
-    "scalar_on_stream": scalar_elsewhere("middle"),
+    "scalar_on_stream": scalar_on_stream,
     "scalar_left_out": lambda g: g.rewire(g.layer(0).out, g.layer(0).summed),
     "scalar_twice": edge("0.out", lambda g, x: g.mul(x, g.roles["layers.0.layer_scalar"])),
     "scalars_swapped": scalars_swapped,
@@ -196,21 +174,21 @@ RESIDUALS: dict[str, Change] = {
 }
 
 
+def capped(edit: Edit) -> Change:
+    """``edit`` of the head's result in place of the capped logits."""
+    return edge("logits", lambda g, _: edit(g, e.at(g, "lm_head")))
+
+
 def recapped(scale: float, bound: float) -> Change:
-    return lambda g: g.rewire(
-        g.output("logits"), g.mul(g.tanh(g.mul(e.at(g, "lm_head"), np.float32(scale))), np.float32(bound))
-    )
-
-
-def half_capped(g: Graph) -> None:
-    plain = e.at(g, "lm_head")
-    g.insert(g.output("logits"), lambda capped: g.join([g.part(capped, 0, 256), g.part(plain, 256, 256)]))
+    return capped(e.chain(e.mul(scale), e.unary("TANH"), e.mul(bound)))
 
 
 OUTPUTS: dict[str, Change] = {
     "cap_50": recapped(1 / 50, 50.0),
-    "cap_left_out": lambda g: g.rewire(g.output("logits"), e.at(g, "lm_head")),
-    "cap_on_half_of_the_tokens": half_capped,
+    "cap_left_out": capped(lambda g, x: x),
+    "cap_on_half_of_the_tokens": edge(
+        "logits", lambda g, x: g.join([g.part(x, 0, 256), g.part(e.at(g, "lm_head"), 256, 256)])
+    ),
     "logits_doubled": edge("logits", e.mul(2.0)),
     "logits_softmax": edge("logits", lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
     "logits_without_their_mean": edge("logits", lambda g, x: g.sub(x, g.reduce("MEAN", x, 2))),
@@ -222,35 +200,27 @@ OUTPUTS: dict[str, Change] = {
 }
 
 
-@a_change
-def activated(g: Graph, function: Callable[[Graph, int], int]) -> None:
+def activated(edit: Edit, layer: int = 0) -> Change:
     """Another activation of the gate."""
-    layer = g.layer(0)
-    g.rewire(layer.activated, function(g, layer.gate))
+    return edge(f"{layer}.activated", lambda g, _: edit(g, g.layer(layer).gate))
 
 
 def gelu(g: Graph, x: int, *, approximate: bool = True) -> int:
     return g.call("GELU", x, approximate=approximate)
 
 
-@a_change
-def gated(g: Graph, function: Callable[[Graph, Any], int]) -> None:
-    """Another product of gate and up."""
-    layer = g.layer(0)
-    g.rewire(layer.product, function(g, layer))
+def by_erf(g: Graph, x: int) -> int:
+    return gelu(g, x, approximate=False)
 
 
 GELU: dict[str, Change] = {
-    "erf_of_all": lambda g: [
-        g.rewire(g.layer(i).activated, gelu(g, g.layer(i).gate, approximate=False)) for i in (0, 1)
-    ],
-    "erf_of_one": activated(lambda g, x: gelu(g, x, approximate=False)),
-    "twice": activated(lambda g, x: gelu(g, gelu(g, x))),
-    "of_gate_doubled": activated(lambda g, x: gelu(g, g.mul(x, 2.0))),
-    "of_gate_shifted": activated(lambda g, x: gelu(g, g.add(x, 0.5))),
-    "on_up": gated(lambda g, p: g.mul(p.gate, gelu(g, p.up))),
+    "erf_of_all": e.each(activated(by_erf), activated(by_erf, 1)),
+    "erf_of_one": activated(by_erf),
+    "twice": activated(e.chain(gelu, gelu)),
+    "of_gate_doubled": activated(e.chain(e.mul(2.0), gelu)),
+    "of_gate_shifted": activated(e.chain(e.add(0.5), gelu)),
+    "on_up": edge("0.product", lambda g, _: g.mul(g.layer(0).gate, gelu(g, g.layer(0).up))),
     "product_relu": edge("0.product", e.unary("RELU")),
 }
-
 
 CASES = (*cases("norms", NORMS), *cases("residuals", RESIDUALS), *cases("outputs", OUTPUTS), *cases("gelu", GELU))

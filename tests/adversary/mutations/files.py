@@ -4,7 +4,6 @@ what LiteRT's kernels make of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,24 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, at, cases, chain, edge, mul, unary
-from adversary.mutations.attention import both, end_param, slots, visible
-from adversary.mutations.blocks import every_eps
+from adversary.mutations.attention import end_param, slots, visible
+from adversary.mutations.blocks import eps, every_norm
 from adversary.mutations.numbers import scales, weight
 from adversary.mutations.positions import number, position
 
+RMS, BMM = b"odml.rms_norm", b"odml.runtime_bmm"
+
+
+def composites(g: Graph, name: bytes) -> list[Any]:
+    return [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
+
 
 @a_change
-def body_of(g: Graph, name: bytes, edit: Callable[[Graph], object]) -> bool | None:
+def body_of(g: Graph, name: bytes, edit: Callable[[Graph], object]) -> bool:
     """``edit`` of the bodies of every composite called ``name``; their names go on to say what they were."""
-    ops = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
-    if not ops:
-        return False
-    for op in ops:
+    for op in composites(g, name):
         edit(g.body(op))
-    return None
+    return bool(composites(g, name))
 
 
 @a_change
@@ -39,24 +41,23 @@ def body_number(g: Graph, old: float, new: float) -> None:
             g.set_value(index, np.full(g.value(index).shape, new))
 
 
-@a_change
-def body_result(g: Graph, edit: Edit) -> None:
-    """``edit`` of what the composite returns."""
-    (old,) = (int(i) for i in g.main.outputs)
-    g.main.outputs = [edit(g, old)]
+def result_tanh(body: Graph) -> None:
+    """What the composite returns, by tanh."""
+    (old,) = (int(i) for i in body.main.outputs)
+    body.main.outputs = [body.tanh(old)]
 
 
 COMPOSITES: dict[str, Change] = {
-    "bmm_tanh": body_of(b"odml.runtime_bmm", body_result(unary("TANH"))),
-    "norm_eps": body_of(b"odml.rms_norm", body_number(1e-6, 1e-2)),
-    "norm_of_a_sum": body_of(b"odml.rms_norm", body_number(1 / 64, 1.0)),
+    "bmm_tanh": body_of(BMM, result_tanh),
+    "norm_eps": body_of(RMS, body_number(1e-6, 1e-2)),
+    "norm_of_a_sum": body_of(RMS, body_number(1 / 64, 1.0)),
 }
 
 
 @a_change
-def renamed(g: Graph, names: dict[str, str], which: str = "inputs") -> None:
-    """The signature calls its tensors otherwise."""
-    for entry in getattr(g.model.signatureDefs[0], which):
+def renamed(g: Graph, names: dict[str, str]) -> None:
+    """The signature calls its inputs otherwise."""
+    for entry in g.model.signatureDefs[0].inputs:
         entry.name = names.get(entry.name.decode(), entry.name.decode()).encode()
 
 
@@ -68,27 +69,17 @@ NAMES: dict[str, Change] = {
 _RUNTIME = "the runtime fills the signature by these names: it would pass something else, or nothing"
 
 
-def half(which: int, edit: Edit) -> Change:
-    """``edit`` of the embedding (0) or the hidden state (1)."""
-
-    def change(g: Graph, x: int) -> int:
-        parts = [g.part(x, 0, 64), g.part(x, 64, 64)]
-        parts[which] = edit(g, parts[which])
-        return g.join(parts)
-
-    return edge("activations", change)
+def embedding_halved(g: Graph, x: int) -> int:
+    embedding, hidden = e.halves(g, x)
+    return g.join([g.mul(embedding, 0.5), hidden])
 
 
 INPUTS: dict[str, Change] = {
     "activations_doubled": edge("activations", mul(2.0)),
     "activations_tanh": edge("activations", unary("TANH")),
-    "embedding_halved": half(0, mul(0.5)),
-    "mask_of_param_tensor": visible(1, lambda g, x: both(g, x, g.greater(end_param(g), slots(g) + np.int32(8)))),
+    "embedding_halved": edge("activations", embedding_halved),
+    "mask_of_param_tensor": visible(1, lambda g, x: g.logical_and(x, g.greater(end_param(g), slots(g) + np.int32(8)))),
 }
-
-
-def entries(g: Graph, which: str = "inputs") -> dict[str, Any]:
-    return {entry.name.decode(): entry for entry in getattr(g.model.signatureDefs[0], which)}
 
 
 @a_change
@@ -99,27 +90,24 @@ def names_crossed(g: Graph, *pairs: tuple[str, str]) -> None:
         a.name, b.name = b.name, a.name
 
 
-@a_change
-def points_at(g: Graph, output: str, place: Callable[[Graph], int]) -> None:
+def logits_before_cap(g: Graph) -> None:
     """The signature's output is another tensor; the one that is called so stays an output of the graph."""
-    made = g.reshape(place(g), g.shape(g.output(output)))
-    entries(g, "outputs")[output].tensorIndex = made
-    g.main.outputs = [*map(int, g.main.outputs), made]
+    uncapped = g.reshape(at(g, "lm_head"), g.shape(g.output("logits")))
+    (entry,) = [entry for entry in g.model.signatureDefs[0].outputs if entry.name == b"logits"]
+    entry.tensorIndex = uncapped
+    g.main.outputs = [*map(int, g.main.outputs), uncapped]
 
 
 @a_change
-def decoy(g: Graph, name: str, other: str, readers: Callable[[Graph], list[Any]] | None = None) -> None:
-    """The signature's ``name`` is a tensor that ``readers`` read (default: nobody), the rest read ``other``."""
-    real = g.input(name)
-    into = [] if readers is None else readers(g)
-    made = g.tensor(g.shape(real), g.dtype(real))
-    g.main.tensors[made].name = g.main.tensors[real].name + b"_0"
-    entries(g)[name].tensorIndex = made
-    entry = schema.TensorMapT()
-    entry.name, entry.tensorIndex = other.encode(), real
-    g.model.signatureDefs[0].inputs.append(entry)
-    g.main.inputs = [*map(int, g.main.inputs), made]
-    g.rewire(real, made, into)
+def decoy(g: Graph, name: str, other: str) -> None:
+    """The signature's ``name`` is a tensor that nobody reads: all read ``other``."""
+    real, inputs = g.input(name), g.model.signatureDefs[0].inputs
+    unread = g.tensor(g.shape(real), g.dtype(real))
+    g.main.tensors[unread].name = g.main.tensors[real].name + b"_0"
+    (entry,) = [entry for entry in inputs if entry.name == name.encode()]
+    entry.tensorIndex = unread
+    inputs.append(schema.TensorMapT(name=other.encode(), tensorIndex=real))
+    g.main.inputs = [*map(int, g.main.inputs), unread]
 
 
 @a_change
@@ -130,14 +118,13 @@ def unmapped(g: Graph, name: str) -> None:
 
 
 @a_change
-def options_of(g: Graph, kind: str, other: str, edit: Callable[[Any], object] = lambda options: None) -> bool | None:
+def options_of(g: Graph, kind: str, other: str) -> bool:
     """The options of every ``kind`` carry the type id of ``other``: LiteRT does not read them."""
     g.open_all()
-    found = [op for op in g.ops if g.kind(op) == kind and op.builtinOptions is not None]
-    for op in found:
-        edit(op.builtinOptions)
+    ops = [op for op in g.ops if g.kind(op) == kind and op.builtinOptions is not None]
+    for op in ops:
         op.builtinOptionsType = getattr(schema.BuiltinOptions, other)
-    return None if found else False
+    return bool(ops)
 
 
 KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
@@ -145,7 +132,7 @@ KEYS_AND_VALUES = [(f"kv_cache_k_{n}", f"kv_cache_v_{n}") for n in (2, 3)]
 _BY_SHAPES = "LiteRT joins along axis 0, transposes nothing and drops axes, and finds shapes that do not fit"
 
 INTERFACES: dict[str, Change | tuple[Change, str]] = {
-    "logits_before_cap": points_at("logits", lambda g: at(g, "lm_head")),
+    "logits_before_cap": logits_before_cap,
     "activations_not_read": decoy("activations", "activations_2"),
     "position_not_read": decoy("input_pos", "input_pos_2"),
     "mask_unmapped": unmapped("mask"),
@@ -158,15 +145,11 @@ INTERFACES: dict[str, Change | tuple[Change, str]] = {
 
 
 @a_change
-def coded(g: Graph, back: Callable[[float, int], Edit], zero_point: int = 0, which: str = "kv") -> None:
+def coded(g: Graph, which: str, back: Callable[[float], Edit]) -> None:
     """Caches of INT8 codes that plain operators bring back."""
-    for kind, cache in product(which, (2, 3)):
-        scale = 0.02 if kind == "k" else 0.05
-        e.as_codes(g, f"kv_cache_{kind}_{cache}", np.int8, scale, zero_point, back(scale, zero_point), grid=False)
-
-
-def cast(dtype: Any) -> Edit:
-    return lambda g, x: g.cast(x, dtype)
+    scale = 0.02 if which == "k" else 0.05
+    for cache in (2, 3):
+        e.as_codes(g, f"kv_cache_{which}_{cache}", np.int8, scale, back=back(scale), grid=False)
 
 
 def typed(place: str, name: str) -> Change:
@@ -181,29 +164,21 @@ def third_operand(g: Graph, name: str) -> None:
     op.inputs = [*map(int, op.inputs), g.layer(0).stream]
 
 
-@a_change
-def cache_called(g: Graph, name: bytes) -> None:
-    """No runtime fills a cache of that name."""
-    entries = g.model.signatureDefs[0].inputs
-    next(entry for entry in entries if entry.name == b"kv_cache_k_3").name = name
-
-
 def neither_true_nor_false(g: Graph, x: int) -> int:
     """And with bools that are stored as 2."""
     constant = g.constant(np.ones((1, 1, 1, 256)), np.bool_)
     g.main.tensors[constant].buffer = g.buffer(bytes([2] * 256))
-    return both(g, x, constant)
+    return g.logical_and(x, constant)
 
 
-def through_bool(which: str) -> Change:
-    """A cache of codes of which two are left."""
-    return coded(lambda scale, zero_point: chain(cast(np.bool_), cast(np.float32), mul(scale)), which=which)
+def from_bools(scale: float) -> Edit:
+    """Of codes two are left."""
+    return chain(e.through(np.bool_), mul(scale))
 
 
-def through_fewer(which: str) -> Change:
-    """A cache of codes that are halved, cut to whole numbers and doubled again."""
-    halved = chain(cast(np.float32), mul(0.5), cast(np.int8))
-    return coded(lambda scale, zero_point: chain(halved, cast(np.float32), mul(2 * scale)), which=which)
+def from_halves(scale: float) -> Edit:
+    """Codes are halved, cut to whole numbers and doubled again."""
+    return chain(lambda g, x: g.cast(x, np.float32), mul(0.5), e.through(np.int8), mul(2 * scale))
 
 
 def compared(kind: str, name: str) -> Change:
@@ -212,32 +187,24 @@ def compared(kind: str, name: str) -> Change:
 
     def edit(g: Graph, x: int) -> int:
         position = g.cast(g.reshape(g.input("input_pos"), [1, 1, 1, 1]), as_type)
-        return both(g, x, g.call(kind, g.constant(np.arange(256).reshape(1, 1, 1, 256) % 100, as_type), position))
+        return g.logical_and(x, g.call(kind, g.constant(np.arange(256).reshape(1, 1, 1, 256) % 100, as_type), position))
 
     return visible(0, edit)
 
 
-def mask_turned_around(g: Graph) -> None:
+def mask_turned_around(g: Graph, x: int) -> int:
     """The mask input from its last slot to its first, by steps of −1, and what is past of that."""
-
-    def edit(g: Graph, x: int) -> int:
-        mask = g.input("mask")
-        rank = len(g.shape(mask))
-        begins = g.constant([*[0] * (rank - 1), -1], np.int32)
-        ends = g.constant([*g.shape(mask)[:-1], -257], np.int32)
-        steps = g.constant([*[1] * (rank - 1), -1], np.int32)
-        turned = g.call("STRIDED_SLICE", mask, begins, ends, steps, shape=g.shape(mask), dtype=np.bool_)
-        return both(g, x, turned)
-
-    visible(0, edit)(g)
+    mask = g.input("mask")
+    ends = [np.array(numbers, np.int32) for numbers in ([0, 0, 0, -1], [1, 1, 1, -257], [1, 1, 1, -1])]
+    return g.logical_and(x, g.call("STRIDED_SLICE", mask, *ends, shape=g.shape(mask)))
 
 
 _TYPES = ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
 
 DECLARED: dict[str, Change] = {
-    "mask_turned_around": mask_turned_around,
-    **{f"{which}_through_bool": through_bool(which) for which in "kv"},
-    **{f"{which}_of_halved_codes": through_fewer(which) for which in "kv"},
+    "mask_turned_around": visible(0, mask_turned_around),
+    **{f"{which}_through_bool": coded(which, from_bools) for which in "kv"},
+    **{f"{which}_of_halved_codes": coded(which, from_halves) for which in "kv"},
 }
 
 COMPARED: dict[str, Change] = {
@@ -254,11 +221,11 @@ NOT_RUN: dict[str, Change] = {
     **{f"third_operand_of_{name}": third_operand(name) for name in ("ADD", "MUL")},
 }
 
-CALLED: dict[str, Change] = {f"cache_called_{name!r}": cache_called(name) for name in (b"kv_cache_k_-1", b"keys")}
+CALLED: dict[str, Change] = {
+    f"cache_called_{name!r}": renamed({"kv_cache_k_3": name.decode()}) for name in (b"kv_cache_k_-1", b"keys")
+}
 
 STORED: dict[str, Change] = {"bools_stored_as_2": visible(0, neither_true_nor_false)}
-
-Array = np.ndarray
 
 
 def scaled_norm(role: str, factor: float) -> Change:
@@ -293,15 +260,12 @@ SCALARS: dict[str, Change] = {
 
 
 @a_change
-def attribute(g: Graph, name: bytes, attributes: dict[str, Any]) -> bool | None:
+def attribute(g: Graph, name: bytes, attributes: dict[str, Any]) -> bool:
     """What composites called ``name`` say of themselves."""
-    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE" and op.builtinOptions2.name == name]
-    for op in found:
+    for op in composites(g, name):
         op.builtinOptions2.compositeAttributes = np.frombuffer(bytes(flexbuffers.Dumps(attributes)), np.uint8)
-    return None if found else False
+    return bool(composites(g, name))
 
-
-RMS, BMM, GELU = b"odml.rms_norm", b"odml.runtime_bmm", b"odml.gelu_tanh"
 
 ATTRIBUTES: dict[str, tuple[Change, str]] = {
     "epsilon_of_0.01": (attribute(RMS, {"epsilon": 0.01}), "CPUs run the body, an accelerator what the attribute says"),
@@ -309,45 +273,31 @@ ATTRIBUTES: dict[str, tuple[Change, str]] = {
 }
 
 
-def span(g: Graph, delta: int) -> int:
+def from_long_range(g: Graph, x: int) -> int:
     """A number from a RANGE that no memory holds."""
-    made = g.call("RANGE", *(g.constant(np.array(n), np.int32) for n in (0, 2**31 - 1, delta)), shape=[2**31 - 1])
-    return g.cast(g.part(made, 3, 1), np.float32)
+    numbers = (np.array(n, np.int32) for n in (0, 2**31 - 1, 1))
+    span = g.call("RANGE", *numbers, shape=[2**31 - 1])
+    return g.reshape(g.cast(g.part(span, 3, 1), np.float32), g.shape(x))
 
 
-STUMBLES: dict[str, Change] = {
-    "angle_over_nothing": position(lambda g, x: g.div(x, g.sub(x, x))),
-}
+STUMBLES: dict[str, Change] = {"angle_over_nothing": position(lambda g, x: g.div(x, g.sub(x, x)))}
 
-NOT_RUN_BY_ANYBODY: dict[str, Change] = {
-    "range_of_2_to_the_31": position(lambda g, x: g.reshape(span(g, 1), g.shape(x))),
-}
+NOT_RUN_BY_ANYBODY: dict[str, Change] = {"range_of_2_to_the_31": position(from_long_range)}
 
 
 # Masks: a sum of floats is no exact integer.
 
 
-@a_change
-def rounded_slots(g: Graph, large: float) -> int:
-    """(slot + large) − large in floats, which rounds to multiples of a power of two."""
-    plain = g.constant(slots(g), np.float32)
-    return g.sub(g.add(plain, np.float32(large)), np.float32(large))
+def slots_in_256s(g: Graph, x: int) -> int:
+    """Slots up to the position plus 1, by (slot + 2³¹) − 2³¹ in floats, which rounds to multiples of a power of two."""
+    there = g.add(number(g), 1.0)
+    rounded = g.sub(g.add(g.constant(slots(g)), 2.0**31), 2.0**31)
+    return g.logical_and(x, g.reshape(g.greater_equal(there, rounded), g.shape(x)))
 
 
-@an_edit
-def from_position(g: Graph, x: int, build: Callable[[Graph], int], shift: float) -> int:
-    """What a layer shows, and of that only slots whose number by ``build`` is at most the position plus ``shift``."""
-    there = g.add(number(g), np.float32(shift))
-    return both(g, x, g.reshape(g.greater_equal(there, build(g)), g.shape(x)))
-
-
-FLOATS: dict[str, Change] = {
-    "slots_in_256s": visible(1, from_position(rounded_slots(2.0**31), 1.0)),
-}
+FLOATS: dict[str, Change] = {"slots_in_256s": visible(1, slots_in_256s)}
 
 _AT = (*(Sample(p, mask="past") for p in (37, 201, 230, 254)), Sample(255), Sample(150, mask="past"))
-
-Array = np.ndarray
 
 
 @an_edit
@@ -357,9 +307,9 @@ def of_codes(g: Graph, x: int, name: str, *others: int, scale: float = 0.05) -> 
     for code in others:
         operands.append(g.constant(np.array([code]), np.int8))
         g.main.tensors[operands[-1]].quantization = e.parameters(2.1e29)
-    made = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
-    g.main.tensors[made].quantization = e.parameters(2 * scale if name == "NEG" else scale)
-    return g.call("DEQUANTIZE", made, dtype=np.float32)
+    result = g.call(name, *operands, shape=g.shape(x), dtype=np.int8)
+    g.main.tensors[result].quantization = e.parameters(2 * scale if name == "NEG" else scale)
+    return e.dequantized(g, result)
 
 
 KERNELS: dict[str, Change] = {
@@ -369,30 +319,19 @@ KERNELS: dict[str, Change] = {
 }
 
 
-def shaped_by_int64(place: str) -> Change:
+def shaped_by_int64(g: Graph, x: int) -> int:
     """A RESHAPE whose operand is INT64: LiteRT takes its option, which says another shape."""
-
-    def edit(g: Graph, x: int) -> int:
-        count = int(np.prod(g.shape(x)))
-        made = g.call("RESHAPE", x, np.array([1, count], np.int64), shape=[1, count])
-        g.producer(made).builtinOptions.newShape = np.array([4, count // 4], np.int32)
-        return g.reshape(g.transpose(made, [1, 0]), g.shape(x))
-
-    return edge(place, edit)
+    count = int(np.prod(g.shape(x)))
+    reshaped = g.call("RESHAPE", x, np.array([1, count], np.int64), shape=[1, count])
+    g.producer(reshaped).builtinOptions.newShape = np.array([4, count // 4], np.int32)
+    return g.reshape(g.transpose(reshaped, [1, 0]), g.shape(x))
 
 
-SHAPES: dict[str, Change] = {f"{place}_by_int64": shaped_by_int64(place) for place in ("state", "0.query")}
-
-
-@a_change
-def of_codes_given(g: Graph, name: str, scale: float, zero_point: int = 0) -> None:
-    """The input itself is INT8."""
-    e.as_codes(g, name, np.int8, scale, zero_point)
-
+SHAPES: dict[str, Change] = {f"{place}_by_int64": edge(place, shaped_by_int64) for place in ("state", "0.query")}
 
 GRIDS_OF_CACHES: dict[str, Change] = {
-    "keys_by_a_scale_of_0": of_codes_given("kv_cache_k_3", 0.0),
-    "keys_by_a_zero_point_that_is_no_code": of_codes_given("kv_cache_k_3", 0.02, 1000),
+    "keys_by_a_scale_of_0": lambda g: e.as_codes(g, "kv_cache_k_3", np.int8, 0.0),
+    "keys_by_a_zero_point_that_is_no_code": lambda g: e.as_codes(g, "kv_cache_k_3", np.int8, 0.02, 1000),
 }
 
 
@@ -401,9 +340,9 @@ def more_heads(g: Graph, *names: str) -> None:
     """Caches of four KV heads, of which two are read."""
     for name in names:
         tensor = g.input(f"kv_cache_{name}_2")
-        shape, readers = g.shape(tensor), g.readers(tensor)
+        shape = g.shape(tensor)
         g.main.tensors[tensor].shape = [1, 4, *shape[2:]]
-        g.rewire(tensor, g.slice(tensor, [0, 0, 0, 0], shape), readers)
+        g.insert(tensor, lambda x, shape=shape: g.slice(x, [0, 0, 0, 0], shape))
         g.adapt[f"kv_cache_{name}_2"] = lambda a: np.concatenate([a, a], 1)
 
 
@@ -422,17 +361,17 @@ def late(g: Graph, x: int) -> int:
     """Slot 100 is seen from position 200 on: by INT64, which in floats were all the same."""
     there = g.add(g.cast(g.input("input_pos"), np.int64), np.array([LARGE], np.int64))
     begins = LARGE + np.where(slots(g) == 100, 200, slots(g)).astype(np.int64)
-    return both(g, x, g.reshape(g.call("GREATER_EQUAL", there, begins, shape=g.shape(x)), g.shape(x)))
+    return g.logical_and(x, g.reshape(g.call("GREATER_EQUAL", there, begins, shape=g.shape(x)), g.shape(x)))
 
 
 NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
 
 
 @a_change
-def stored_for(g: Graph, tensor: Callable[[Graph], int], values: Callable[[list[int]], Array]) -> None:
+def stored_for(g: Graph, tensor: Callable[[Graph], int], number: int = 1) -> None:
     """Numbers are stored for what an operator computes."""
-    made = tensor(g)
-    g.main.tensors[made].buffer = g.buffer(values(g.shape(made)).tobytes())
+    result = tensor(g)
+    g.set_value(result, np.full(g.shape(result), number))
 
 
 def plus_0(g: Graph) -> int:
@@ -442,10 +381,10 @@ def plus_0(g: Graph) -> int:
 
 
 STORED_RESULTS: dict[str, Change] = {
-    "position": stored_for(plus_0, lambda shape: np.full(shape, 7, np.int32)),
-    "mask": stored_for(lambda g: g.layer(0).visible, lambda shape: np.ones(shape, np.bool_)),
-    "input": stored_for(lambda g: g.input("mask"), lambda shape: np.ones(shape, np.bool_)),
-    "state": stored_for(lambda g: g.normed("final_norm"), lambda shape: np.ones(shape, np.float32)),
+    "position": stored_for(plus_0, 7),
+    "mask": stored_for(lambda g: at(g, "0.visible")),
+    "input": stored_for(lambda g: g.input("mask")),
+    "state": stored_for(lambda g: at(g, "state")),
 }
 
 CACHES: dict[str, Change] = {
@@ -474,7 +413,7 @@ CASES = (
     *cases("third: sums of floats", FLOATS, *_AT),
     *cases("fourth: kernels of codes", KERNELS, exact=True),
     *cases("fourth: shapes of another type", SHAPES),
-    Case("fourth: constants", "infinite_epsilons", every_eps(np.inf)),
+    Case("fourth: constants", "infinite_epsilons", every_norm(eps(np.inf))),
     *cases("fourth: grids of the interface", GRIDS_OF_CACHES, exact=True, why="runtimes hand over other numbers"),
     *cases("fourth: caches", CACHES, why=NO_ENGINE),
     *cases("fourth: caches", {"one_pair_for_both_types": one_pair_for_both}, layers=(0, 1), why=NO_ENGINE),

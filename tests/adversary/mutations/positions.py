@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases, edge
-from adversary.mutations.attention import both, compare, floats, masked_value, slots, visible
-
-
-def angle(edit: Edit, layer: int = 0) -> Change:
-    return edge(f"{layer}.angle", edit)
+from adversary.mutations.attention import compare, floats, masked_value, slots, visible
 
 
 @a_change
 def table(g: Graph, edit: Callable[[np.ndarray], np.ndarray], layer: int = 0) -> None:
     """Another table, shape kept."""
-    found = frequencies(g, layer)
-    g.set_value(found, edit(g.value(found).reshape(-1)))
+    old = frequencies(g, layer)
+    g.set_value(old, edit(g.value(old).reshape(-1)))
 
 
 def frequencies(g: Graph, layer: int) -> int:
-    operators = [*g.before(g.layer(layer).cos)]
-    constants = {int(i) for op in operators for i in op.inputs if g.kind(op) == "MUL" and g.is_constant(int(i))}
-    (found,) = constants
-    return found
+    products = [op for op in g.before(g.layer(layer).cos) if g.kind(op) == "MUL"]
+    (constant,) = {int(i) for op in products for i in op.inputs if g.is_constant(int(i))}
+    return constant
 
 
 @a_change
@@ -38,12 +33,12 @@ def position(g: Graph, edit: Edit) -> None:
 
 
 @a_change
-def rotated_by(g: Graph, build: Callable[[Graph, int, int, int], int], layer: int = 0) -> None:
+def rotated_by(g: Graph, build: Callable[[Graph, int, int, int], int], layers: Sequence[int] = (0,)) -> None:
     """Another rotation: ``build(g, q, cos, sin)`` with cos and sin of half the head's width."""
-    place = g.layer(layer)
-    half = g.shape(place.query_normed)[-1] // 2
-    cos, sin = (g.part(t, 0, half) for t in (place.cos, place.sin))
-    g.insert(place.rotated, lambda _: build(g, place.query_normed, cos, sin))
+    for place in (g.layer(index) for index in layers):
+        half = g.shape(place.query_normed)[-1] // 2
+        cos, sin = (g.part(t, 0, half) for t in (place.cos, place.sin))
+        g.rewire(place.rotated, build(g, place.query_normed, cos, sin))
 
 
 def interleaved(g: Graph, q: int, cos: int, sin: int) -> int:
@@ -70,12 +65,9 @@ def cos_and_sin(g: Graph, edit: Callable[[Graph, int, int], tuple[int, int]], la
 
 def weight_after_rotation(g: Graph) -> None:
     """The q norm's weight is multiplied after RoPE, not before."""
-    norm = g.norm("layers.0.q_norm")
-    rotated = g.layer(0).rotated
-    width = g.shape(rotated)[-1]
+    norm, rotated = g.norm("layers.0.q_norm"), g.layer(0).rotated
     g.rewire(norm.out, int(norm.scale.outputs[0]))
-    weight = g.value(norm.weight).reshape(width)
-    g.insert(rotated, lambda x: g.mul(x, weight))
+    g.insert(rotated, lambda x: g.mul(x, g.value(norm.weight).reshape(-1)))
 
 
 ROPE: dict[str, Change] = {
@@ -83,7 +75,7 @@ ROPE: dict[str, Change] = {
     "theta_of_full_layer_in_sliding": table(lambda t: 1e6 ** (-np.arange(16) / 16)),
     "half_of_the_head": table(lambda t: np.where(np.arange(t.size) < 8, t, 0)),
     "table_one_frequency": table(lambda t: np.where(np.arange(t.size) == 3, t * 1.5, t)),
-    "angle_doubled": angle(e.mul(2.0)),
+    "angle_doubled": edge("0.angle", e.mul(2.0)),
     "no_rotation": rotated_by(lambda g, q, cos, sin: q),
     "interleaved": rotated_by(interleaved),
     "first_half_only": rotated_by(
@@ -118,32 +110,22 @@ def when(where: Where, then: Edit) -> Edit:
 
 def reset(size: int, shift: int) -> Edit:
     """The mask within a window of ``size`` that begins ``shift`` slots late."""
-    return lambda g, x: both(
-        g, g.input("mask"), both(g, compare("GREATER_EQUAL", shift)(g), compare("LESS", size + shift)(g))
+    return lambda g, x: g.logical_and(
+        g.input("mask"), g.logical_and(compare("GREATER_EQUAL", shift)(g), compare("LESS", size + shift)(g))
     )
 
 
-def hides(slot: int) -> Edit:
-    return lambda g, x: both(g, x, g.constant(slots(g) != slot, np.bool_))
-
-
 AT_37: dict[str, Change] = {
-    "angle_at_37": angle(when(is_at(37), e.add(1.0))),
+    "angle_at_37": edge("0.angle", when(is_at(37), e.add(1.0))),
     "cos_negated_at_37": edge("0.cos", when(is_at(37), e.unary("NEG"))),
     "scores_halved_at_37": edge("1.scores", when(is_at(37), e.mul(0.5))),
     "window_of_all_at_37": visible(0, when(is_at(37), lambda g, x: g.input("mask"))),
     "window_late_at_37": visible(0, when(is_at(37), reset(e.WINDOW, 1))),
 }
 
-ELSEWHERE: dict[int, dict[str, Change]] = {
-    0: {"full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_)))},
+AT_0: dict[str, Change] = {
+    "full_layer_sees_all_at_0": visible(1, when(is_at(0), lambda g, x: g.constant(slots(g) < 2, np.bool_))),
 }
-
-POSITIONS = tuple(
-    case
-    for row, changes in ({37: AT_37} | ELSEWHERE).items()
-    for case in cases("positions", changes, Sample(row, mask="all"), Sample(min(row + 50, 254)))
-)
 
 
 def counted(g: Graph) -> int:
@@ -160,20 +142,15 @@ def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
     return e.chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
 
 
-def or_slots(pick: Callable[[np.ndarray], np.ndarray]) -> Edit:
-    return lambda g, x: g.logical_or(x, g.constant(pick(slots(g)), np.bool_))
-
-
 def first_shown(g: Graph, x: int) -> int:
     """One more for the first slot that is shown."""
     first = g.call("ARG_MAX", floats(g), np.array(3, np.int32), shape=[1, 1, 1], dtype=np.int32, outputType=2)
-    chosen_ = g.cast(g.equal(g.reshape(first, [1, 1, 1, 1]), slots(g)), np.float32)
-    return g.add(x, chosen_)
+    return g.add(x, g.cast(g.equal(g.reshape(first, [1, 1, 1, 1]), slots(g)), np.float32))
 
 
 ORDINARY: dict[str, Change] = {
     "first_shown_favoured": edge("1.scores", first_shown),
-    "last_slot_always": visible(1, or_slots(lambda s: s == 255)),
+    "last_slot_always": visible(1, lambda g, x: g.logical_or(x, g.constant(slots(g) == 255, np.bool_))),
     "all_of_16_shown": edge(
         "0.queries", where(lambda g: g.equal(g.reduce("SUM", g.part(floats(g), 100, 16), 3), 16.0), e.mul(0.5))
     ),
@@ -184,16 +161,15 @@ LOUD: dict[str, Change] = {"minus_100": masked_value(-100.0)}
 _LOUD = (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41)))
 
 Array = np.ndarray
-
 Rows = Callable[[Array], Array]
+EVERY = np.arange(256)
 
 
 def angles(g: Graph, layer: int) -> Array:
     """F32 angles of every position, [256, width of cos]."""
     table = g.value(frequencies(g, layer)).reshape(-1).astype(np.float32)
-    made = np.arange(256, dtype=np.float32)[:, None] * table
     width = g.shape(g.layer(layer).cos)[-1]
-    return np.tile(made, width // made.shape[1])
+    return np.tile(np.arange(256, dtype=np.float32)[:, None] * table, width // table.size)
 
 
 def row(g: Graph, table: int, how: str = "GATHER") -> int:
@@ -219,7 +195,7 @@ def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
     def read(how: str) -> int:
         picked = row(g, codes, how)
         g.main.tensors[picked].quantization = e.parameters(1 / largest)
-        return g.call("DEQUANTIZE", picked, dtype=np.float32)
+        return e.dequantized(g, picked)
 
     return read
 
@@ -238,66 +214,46 @@ def tabled(
     """cos and sin by tables; ``angle``, ``cos`` and ``sin`` change their rows."""
     for layer in layers:
         place, all_angles = g.layer(layer), angle(angles(g, layer)).astype(np.float32)
-        readers = g.readers(place.cos), g.readers(place.sin)
-        for old, values, into in zip(
-            (place.cos, place.sin), (cos(np.cos(all_angles)), sin(np.sin(all_angles))), readers, strict=True
-        ):
-            g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)), into)
+        for old, values in ((place.cos, cos(np.cos(all_angles))), (place.sin, sin(np.sin(all_angles)))):
+            g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)))
 
 
 def rows(first: int, last: int, then: Rows) -> Rows:
     """``then`` of the rows ``first`` … ``last``."""
-
-    def edit(t: Array) -> Array:
-        made = t.copy()
-        made[first : last + 1] = then(t[first : last + 1])
-        return made
-
-    return edit
+    return lambda t: np.concatenate([t[:first], then(t[first : last + 1]), t[last + 1 :]])
 
 
-def windows(g: Graph, edit: Callable[[Array, Array], Array]) -> int:
-    """The window as a table of bool, a row a position."""
-    p, s = np.arange(256)[:, None], np.arange(256)[None]
-    table = edit((s <= p) & (s > p - e.WINDOW), p - s + 0 * s)
-    return g.reshape(row(g, g.constant(table, np.bool_)), g.shape(g.input("mask")))
+def window_table(edit: Callable[[Array, Array], Array] = lambda shown, far: shown) -> Change:
+    """``edit`` of the window as a table of bool and of how far back slots are, [256, 256], a row a position."""
+    far = np.arange(256)[:, None] - np.arange(256)
+    table = edit((far >= 0) & (far < e.WINDOW), far)
+
+    def picked(g: Graph, _: int) -> int:
+        mask = g.input("mask")
+        return g.logical_and(mask, g.reshape(row(g, g.constant(table, np.bool_)), g.shape(mask)))
+
+    return visible(0, picked)
 
 
-def window_table(edit: Callable[[Array, Array], Array]) -> Change:
-    return visible(0, lambda g, _: both(g, g.input("mask"), windows(g, edit)))
-
-
-def one(at: int, column: int, value: float) -> Rows:
-    def edit(t: Array) -> Array:
-        made = t.copy()
-        made[at, column] = value
-        return made
-
-    return edit
-
-
-def clear(first: int, last: int, distance: int) -> Callable[[Array, Array], Array]:
-    """A slot so far back is not seen from some rows."""
-
-    def edit(seen: Array, far: Array) -> Array:
-        made = seen.copy()
-        made[first : last + 1] &= far[first : last + 1] != distance
-        return made
-
-    return edit
+def from_row(at: int, distance: int, shows: bool) -> Change:
+    """The window, but for the slot ``distance`` before the position ``at``."""
+    return window_table(lambda shown, far: np.where((EVERY[:, None] == at) & (far == distance), shows, shown))
 
 
 TABLES: dict[str, Change] = {
     "row_37_of_cos_is_1": tabled(cos=rows(37, 37, np.ones_like)),
     "row_37_not_a_number": tabled(cos=rows(37, 37, lambda t: t * np.nan)),
-    "int16_with_a_wrong_entry": tabled(cos=one(37, 0, 0.3), kind="int16"),
-    "window_table_row_37": window_table(clear(37, 37, 3)),
+    "int16_with_a_wrong_entry": tabled(
+        cos=rows(37, 37, lambda t: np.where(np.arange(t.size) == 0, 0.3, t)), kind="int16"
+    ),
+    "window_table_row_37": from_row(37, 3, shows=False),
 }
 
 
 CASES = (
     *cases("rope", ROPE),
-    *POSITIONS,
+    *cases("positions", AT_37, Sample(37, mask="all"), Sample(87)),
+    *cases("positions", AT_0, Sample(0, mask="all"), Sample(50)),
     *cases("mask kinds", ORDINARY, Sample(40, mask="past"), Sample(201, mask="past")),
     *cases("mask kinds", LOUD, *_LOUD, rounding=0.01),
     *cases("tables", TABLES, Sample(37, mask="past"), Sample(37)),

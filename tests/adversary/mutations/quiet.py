@@ -6,7 +6,7 @@ data, reaches slots and numbers that no ordinary input reaches, or stays below w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,15 @@ from ai_edge_litert import schema_py_generated as schema
 from helpers.surgery import Graph
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, Sample, a_change, add, cases, edge, mul
+from adversary.edits import Change, Edit, Sample, add, cases, edge, mul
 from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
-from adversary.mutations.blocks import eps, normed_by, recapped
+from adversary.mutations.blocks import eps, fused, normed_by, recapped, result_of
+from adversary.mutations.numbers import OUT, turned, weight
 from adversary.mutations.positions import (
+    EVERY,
+    Array,
     counted,
-    hides,
+    from_row,
     is_at,
     position,
     row,
@@ -28,7 +31,6 @@ from adversary.mutations.positions import (
     table,
     tabled,
     when,
-    window_table,
 )
 
 
@@ -39,33 +41,28 @@ def one(size: int, index: int, value: float, axes: int = 3, axis: int = -1, othe
     return np.where(np.arange(size) == index, value, other).reshape(shape)
 
 
-def without_last(g: Graph, norm: object) -> None:
-    """The mean of squares leaves the last channel out."""
-    squares = int(norm.square.outputs[0])  # type: ignore[attr-defined]
-    kept = one(g.shape(squares)[-1], g.shape(squares)[-1] - 1, 0.0, len(g.shape(squares)))
-    g.insert(squares, lambda x: g.mul(x, kept.astype(np.float32)))
-
-
-def one_slot(which: str, value: float) -> Change:
-    return cache_edit(which, e.mul(one(256, 2, value, 4, 2)), 1)
+def without_last(g: Graph, x: int) -> int:
+    """Squares, of which the last channel is left out."""
+    shape = g.shape(x)
+    return g.mul(x, one(shape[-1], shape[-1] - 1, 0.0, len(shape)).astype(np.float32))
 
 
 SUBTLE: dict[str, Change] = {
-    "scores_by_slot": edge("1.scores", e.add(1e-3 * np.arange(256).reshape(1, 1, 1, 256))),
-    "key_of_one_slot": one_slot("key", 2.0),
+    "scores_by_slot": edge("1.scores", add(1e-3 * np.arange(256).reshape(1, 1, 1, 256))),
+    "key_of_one_slot": cache_edit("key", mul(one(256, 2, 2.0, 4, 2)), 1),
     "slot_2_hidden": visible(1, constant_mask(lambda s: s != 2)),
-    "one_channel_of_the_embedding": edge("activations", e.mul(one(128, 5, 1.05))),
-    "one_channel_of_the_projected": edge("projected_activations", e.add(one(64, 0, 0.01, other=0.0))),
-    "one_token_before_cap": edge("lm_head", e.mul(one(512, 11, 1.1))),
+    "one_channel_of_the_embedding": edge("activations", mul(one(128, 5, 1.05))),
+    "one_channel_of_the_projected": edge("projected_activations", add(one(64, 0, 0.01, other=0.0))),
+    "one_token_before_cap": edge("lm_head", mul(one(512, 11, 1.1))),
     "cap_of_30.05": recapped(1 / 30, 30.05),
-    "mean_without_last_channel": normed_by("layers.0.pre_ffw_norm", without_last),
+    "mean_without_last_channel": normed_by("layers.0.pre_ffw_norm", result_of("square", without_last)),
     "theta_10100": table(lambda t: 10100 ** (-np.arange(t.size) / t.size)),
 }
 
 PLAIN: dict[str, Change] = {
     "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
     "largest_score_favoured": edge(
-        "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), e.add(0.5))
+        "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), add(0.5))
     ),
 }
 
@@ -84,14 +81,10 @@ def times(*edits: Edit) -> Edit:
     return lambda g, x: g.mul(x, e.chain(*edits)(g, x))
 
 
-def less(bound: float) -> Edit:
-    return e.with_number("SUB", bound)
-
-
 def row_and_hole(g: Graph, x: int) -> int:
     """Slot 5 is hidden at position 37 where slot 12 is."""
     hole = g.logical_and(g.reshape(is_at(37)(g), [1, 1, 1, 1]), g.logical_not(slot(g, 12)))
-    return g.call("SELECT_V2", hole, hides(5)(g, x), x, shape=g.shape(x))
+    return g.call("SELECT_V2", hole, constant_mask(lambda s: s != 5)(g, x), x, shape=g.shape(x))
 
 
 def hole_12(arrays: dict[str, Any]) -> None:
@@ -99,50 +92,34 @@ def hole_12(arrays: dict[str, Any]) -> None:
 
 
 LOUD: dict[str, Change] = {
-    "activations_plus_exp": edge("activations", plus(less(110.0), e.unary("EXP"))),
-    "scores_plus_sigmoid_above_90": edge("1.scores", plus(times(less(90.0), e.unary("LOGISTIC"), e.mul(-0.9)))),
+    "activations_plus_exp": edge("activations", plus(e.with_number("SUB", 110.0), e.unary("EXP"))),
+    "scores_plus_sigmoid_above_90": edge(
+        "1.scores", plus(times(e.with_number("SUB", 90.0), e.unary("LOGISTIC"), mul(-0.9)))
+    ),
 }
 
-ROWS: dict[str, Change] = {
-    "row_and_hole": visible(1, row_and_hole),
-}
+ROWS: dict[str, Change] = {"row_and_hole": visible(1, row_and_hole)}
 
 _LOUD = ((1, 15, 300), (300, 80, 3000), (3000, 200, 1), (1, 1, 3e4))
 
-Array = np.ndarray
-
-EVERY = np.arange(256)
-
-
-def scalar(g: Graph, x: int, like: int) -> int:
-    """One number as an array of as many axes as ``like``."""
-    return g.reshape(x, [1] * len(g.shape(like)))
-
 
 def plus_number(build: Callable[[Graph], int]) -> Edit:
-    return lambda g, x: g.add(x, scalar(g, build(g), x))
-
-
-def by_row(values: Array) -> Callable[[Graph], int]:
-    """The position's row of a table of floats [256, n]."""
-    return lambda g: row(g, g.constant(values))
+    """A value plus one number, of as many axes."""
+    return lambda g, x: g.add(x, g.reshape(build(g), [1] * len(g.shape(x))))
 
 
 def of_row(name: str, values: Array) -> Edit:
-    """``name`` of a value and the position's row of a table, along the last axis."""
-    return lambda g, x: g.call(name, x, by_row(values)(g))
+    """``name`` of a value and the position's row of a table of floats [256, n], along the last axis."""
+    return lambda g, x: g.call(name, x, row(g, g.constant(values)))
 
 
-def parameter(index: int) -> Callable[[Graph], int]:
+def parameter_4(g: Graph) -> int:
     """An element of ``param_tensor`` as a float."""
-    return lambda g: g.cast(g.slice(g.input("param_tensor"), [0, 0, 0, index], [1, 1, 1, 1]), np.float32)
+    return g.cast(g.slice(g.input("param_tensor"), [0, 0, 0, 4], [1, 1, 1, 1]), np.float32)
 
 
-def set_parameter(index: int, value: int) -> Callable[[dict[str, Any]], None]:
-    def change(arrays: dict[str, Any]) -> None:
-        arrays["param_tensor"][..., index] = value
-
-    return change
+def parameter_4_is_1(arrays: dict[str, Any]) -> None:
+    arrays["param_tensor"][..., 4] = 1
 
 
 def fp16(t: Array) -> Array:
@@ -156,29 +133,20 @@ def gathered_heads(g: Graph, x: int) -> int:
     return g.call("GATHER", x, order, shape=g.shape(x), axis=2)
 
 
-@a_change
-def fused(g: Graph, place: Callable[[Graph], Any], activation: str) -> bool | None:
-    op = place(g)
-    if g.kind(op) == "CONCATENATION" or not hasattr(op.builtinOptions, "fusedActivationFunction"):
-        return False
-    op.builtinOptions.fusedActivationFunction = getattr(schema.ActivationFunctionType, activation)
-    return None
-
-
 PARAM: dict[str, Change] = {
-    "parameter_times_0_and_nan": e.edge("1.stream", plus_number(lambda g: g.sqrt(g.neg(parameter(4)(g))))),
+    "parameter_times_0_and_nan": edge("1.stream", plus_number(lambda g: g.sqrt(g.neg(parameter_4(g))))),
 }
 
 MASK: dict[str, Change] = {
     "position_is_count": position(lambda g, x: g.reshape(g.sub(counted(g), 1.0), g.shape(x))),
-    "reversed": visible(1, lambda g, x: g.gather(x, range(255, -1, -1), 3)),
+    "reversed": visible(1, e.gathered(range(255, -1, -1), 3)),
 }
 
 ATTENTION: dict[str, Change] = {
-    "squared_and_renormed": e.edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
-    "result_plus_scores": e.edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
-    "weights_plus_1e-8": e.edge("1.probabilities", e.add(1e-8)),
-    "heads_by_gathered_order": e.edge("1.query_normed", gathered_heads),
+    "squared_and_renormed": edge("1.probabilities", lambda g, x: g.div(g.square(x), g.reduce("SUM", g.square(x), 3))),
+    "result_plus_scores": edge("1.attended", lambda g, x: g.add(x, g.mul(g.part(g.layer(1).scores, 0, 64), 1e-2))),
+    "weights_plus_1e-8": edge("1.probabilities", add(1e-8)),
+    "heads_by_gathered_order": edge("1.query_normed", gathered_heads),
 }
 
 ROPE: dict[str, Change] = {
@@ -188,35 +156,23 @@ ROPE: dict[str, Change] = {
 }
 
 WINDOWS: dict[str, Change] = {
-    **{
-        f"edge_late_at_{at_row}": window_table(
-            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW), True, seen)
-        )
-        for at_row in (16, 40, 201, 255)
-    },
-    **{
-        f"edge_early_at_{at_row}": window_table(
-            lambda seen, far, r=at_row: np.where((EVERY[:, None] == r) & (far == e.WINDOW - 1), False, seen)
-        )
-        for at_row in (40, 255)
-    },
+    **{f"edge_late_at_{at}": from_row(at, e.WINDOW, shows=True) for at in (16, 40, 201, 255)},
+    **{f"edge_early_at_{at}": from_row(at, e.WINDOW - 1, shows=False) for at in (40, 255)},
 }
 
 QUIET: dict[str, Change] = {
     "eps_doubled_in_one": normed_by("layers.0.pre_attention_norm", eps(2e-6)),
-    "activations_scaled_below_the_norm": e.edge("pre_projection", e.mul(0.5)),
+    "activations_scaled_below_the_norm": edge("pre_projection", mul(0.5)),
 }
 
 QUIET_VALUES: dict[str, Change] = {
-    "attention_out_doubled": e.edge("0.attention_out", e.mul(2.0)),
-    "attention_out_plus_1e-6": e.edge("0.attention_out", e.add(1e-6)),
+    "attention_out_doubled": edge("0.attention_out", mul(2.0)),
+    "attention_out_plus_1e-6": edge("0.attention_out", add(1e-6)),
 }
 
 LOUD_INPUTS: dict[str, Change] = {
-    "stream_plus_other_channel": e.edge(
-        "pre_projection", lambda g, x: g.add(x, g.mul(g.gather(x, [*range(1, 64), 0], -1), 1e-3))
-    ),
-    "activations_times_cos": e.edge("activations", times(e.mul(1e-5), e.unary("COS"))),
+    "stream_plus_other_channel": edge("pre_projection", plus(e.gathered([*range(1, 64), 0], -1), mul(1e-3))),
+    "activations_times_cos": edge("activations", times(mul(1e-5), e.unary("COS"))),
 }
 
 FUSED: dict[str, Change] = {
@@ -231,87 +187,58 @@ CONSTANTS: dict[str, Change] = {
 }
 
 
-def sparse(g: Graph) -> None:
+def sparse(tensor: Any) -> None:
     """A weight that says that it is sparse."""
-    made = schema.SparsityParametersT(traversalOrder=[0, 1], blockMap=[])
-    dense = [schema.DimensionMetadataT() for _ in range(2)]
-    for dimension, size in zip(dense, g.shape(g.roles["layers.0.o_proj"]), strict=True):
-        dimension.format, dimension.denseSize = schema.DimensionType.DENSE, size
-    made.dimMetadata = dense
-    g.main.tensors[g.roles["layers.0.o_proj"]].sparsity = made
-
-
-def variable(g: Graph) -> None:
-    g.main.tensors[g.roles["layers.0.o_proj"]].isVariable = True
-
-
-def external(g: Graph) -> bool | None:
-    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
-    if not hasattr(tensor, "externalBuffer"):
-        return False
-    tensor.externalBuffer = 1
-    return None
+    dense = [schema.DimensionMetadataT(format=schema.DimensionType.DENSE, denseSize=size) for size in tensor.shape]
+    tensor.sparsity = schema.SparsityParametersT(traversalOrder=[0, 1], blockMap=[], dimMetadata=dense)
 
 
 def blocks_of_3(g: Graph) -> None:
     """Scales by block, of a size that does not divide the width."""
-    tensor = g.main.tensors[g.roles["layers.0.o_proj"]]
-    made = schema.BlockwiseQuantizationT(
-        scales=g.constant(np.full((64, 42), 0.01), np.float16), zeroPoints=-1, blockSize=3
-    )
-    tensor.quantization.details = made
-    tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
+    scales = g.constant(np.full((64, 42), 0.01), np.float16)
+    quantization = g.main.tensors[g.roles[OUT]].quantization
+    quantization.details = schema.BlockwiseQuantizationT(scales=scales, zeroPoints=-1, blockSize=3)
+    quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
 
 
-@a_change
-def twice_named(g: Graph, name: str) -> None:
-    """The signature has the input ``name`` twice, once for a tensor of nobody's."""
-    inputs, old = g.model.signatureDefs[0].inputs, g.input(name)
-    inputs.append(schema.TensorMapT(name=name.encode(), tensorIndex=g.tensor(g.shape(old), g.dtype(old))))
+def mask_twice(g: Graph) -> None:
+    """The signature has an input twice, once for a tensor of nobody's."""
+    inputs, old = g.model.signatureDefs[0].inputs, g.input("mask")
+    inputs.append(schema.TensorMapT(name=b"mask", tensorIndex=g.tensor(g.shape(old), g.dtype(old))))
     g.main.inputs = [*map(int, g.main.inputs), inputs[-1].tensorIndex]
 
 
 STORAGE: dict[str, tuple[Change, str]] = {
-    "sparse": (sparse, "what the bytes are depends on the sparsity's own tables"),
-    "variable": (variable, "a variable is not a constant: LiteRT keeps no data in it"),
-    "external": (external, "its numbers are in another file"),
+    "sparse": (weight(OUT, sparse), "what the bytes are depends on the sparsity's own tables"),
+    "variable": (
+        weight(OUT, lambda tensor: setattr(tensor, "isVariable", True)),
+        "a variable is not a constant: LiteRT keeps no data in it",
+    ),
+    "external": (
+        weight(OUT, lambda tensor: setattr(tensor, "externalBuffer", 1)),
+        "its numbers are in another file",
+    ),
     "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
-    "mask_twice": (twice_named("mask"), "which of both the runtime fills is not said"),
+    "mask_twice": (mask_twice, "which of both the runtime fills is not said"),
 }
 
 _AT_ROWS = (*(Sample(at_row, mask="past") for at_row in (37, 200, 254, 255)), Sample(254), Sample(253))
 
-Array = np.ndarray
-
-
-def turned(g: Graph, x: int) -> int:
-    """By an orthogonal matrix."""
-    size = g.shape(x)[-1]
-    matrix, _ = np.linalg.qr(np.random.default_rng(5).standard_normal([size, size]))
-    return g.product(x, g.constant(matrix))
-
-
 DIMENSIONS: dict[str, Change] = {
-    "values_turned": cache_edit("value", turned, 1),
-    "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), lambda g, x: g.gather(x, [1, 0], 2))),
+    "values_turned": cache_edit("value", turned(5), 1),
+    "heads_of_weights_exchanged_at_37": edge("0.probabilities", when(is_at(37), e.gathered([1, 0], 2))),
 }
 
 
-def sloped(slopes: Sequence[float] | Array) -> Change:
-    """Every score times a number of the position's."""
-    return edge("1.scores", of_row("MUL", np.asarray(slopes, float).reshape(256, 1)))
+def louder_by_head(g: Graph, x: int) -> int:
+    heads = g.shape(x)[2]
+    return g.mul(x, g.constant(np.linspace(0.9, 1.1, heads).reshape(1, 1, heads, 1)))
 
 
 SLOPES: dict[str, Change] = {
-    "0_at_37": sloped(np.where(EVERY == 37, 0.0, 1.0)),
-    "of_a_head_at_37": edge("1.queries", when(is_at(37), lambda g, x: g.mul(x, heads_by(g, x)))),
+    "0_at_37": edge("1.scores", of_row("MUL", np.where(EVERY == 37, 0.0, 1.0).reshape(256, 1))),
+    "of_a_head_at_37": edge("1.queries", when(is_at(37), louder_by_head)),
 }
-
-
-def heads_by(g: Graph, x: int) -> int:
-    shape = g.shape(x)
-    return g.constant(np.linspace(0.9, 1.1, shape[2]).reshape(1, 1, shape[2], 1))
-
 
 ALTERNATE = np.where(EVERY % 2, 1.0, -1.0)
 
@@ -328,13 +255,9 @@ FAR: dict[str, Change] = {
 LONG = 4096
 
 
-def at_far_slot(slot: int, number: float, rest: float) -> Array:
-    return np.where(np.arange(LONG) == slot, number, rest)
-
-
 FAR_SLOTS: dict[str, Change] = {
-    "score_of_3000_plus_1": edge("1.scores", add(at_far_slot(3000, 1.0, 0.0).reshape(1, 1, 1, LONG))),
-    "weight_of_3000_halved": edge("1.probabilities", mul(at_far_slot(3000, 0.5, 1.0).reshape(1, 1, 1, LONG))),
+    "score_of_3000_plus_1": edge("1.scores", add(one(LONG, 3000, 1.0, 4, other=0.0))),
+    "weight_of_3000_halved": edge("1.probabilities", mul(one(LONG, 3000, 0.5, 4))),
 }
 
 _AT_SLOTS = (*(Sample(p, mask="past") for p in (37, 137, 250, 252, 254, 255)), Sample(50), Sample(255), Sample(240))
@@ -350,11 +273,7 @@ CASES = (
     *cases("loudness", KEYS, *(Sample(40, keys=loud) for loud in (40.0, 100.0, 400.0)), rounding=1e-2),
     *cases("smooth", LOUD, *(Sample(40, *loud) for loud in _LOUD), rounding=1e-3),
     *cases("smooth", ROWS, Sample(37, mask="past"), Sample(37, change=hole_12), Sample(180)),
-    *cases(
-        "second: parameters",
-        PARAM,
-        Sample(40, change=set_parameter(4, 1)),
-    ),
+    *cases("second: parameters", PARAM, Sample(40, change=parameter_4_is_1)),
     *cases("second: mask as data", MASK, Sample(37), Sample(40, mask="all"), *_AT_ROWS),
     *cases("second: attention", ATTENTION, Sample(37), Sample(201, mask="past"), Sample(96), *_AT_ROWS),
     *cases("second: angles", ROPE, Sample(37), Sample(37, mask="past", keys=3.0), *_AT_ROWS),

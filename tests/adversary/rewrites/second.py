@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
-from helpers.surgery import Graph, Norm
+from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases, edge
 from adversary.mutations.attention import summed
+from adversary.mutations.blocks import epsilon, every_norm
 from adversary.mutations.files import KEYS_AND_VALUES, names_crossed, scalar
-from adversary.mutations.positions import angle, tabled
+from adversary.mutations.positions import tabled
 from adversary.mutations.quiet import fp16, plus_number
-from adversary.rewrites.spelled import every_norm, respelled, selected
+from adversary.rewrites.spelled import LAYERS, respelled, selected
 
 
 def additive(value: float) -> Change:
@@ -30,23 +28,26 @@ def chosen(value: float) -> Change:
 @a_change
 def reshaped_input(g: Graph, name: str, shape: list[int]) -> None:
     tensor = g.input(name)
-    readers, old = g.readers(tensor), g.shape(tensor)
+    old = g.shape(tensor)
     g.main.tensors[tensor].shape = shape
-    g.rewire(tensor, g.reshape(tensor, old), readers)
+    g.insert(tensor, lambda x: g.reshape(x, old))
     g.adapt[name] = lambda a: a.reshape(shape)
 
 
+CACHE_NAMES = [f"kv_cache_{which}_{number}" for which in "kv" for number in (2, 3)]
+
+
+def half_caches(g: Graph) -> None:
+    for name in CACHE_NAMES:
+        g.main.tensors[g.input(name)].type = schema.TensorType.FLOAT16
+        g.insert(g.input(name), lambda x: g.cast(x, np.float32))
+        g.adapt[name] = lambda a: a.astype(np.float16)
+
+
 @a_change
-def caches(g: Graph, kind: Any, scale: float = 1.0, back: Edit = e.dequantized) -> None:
-    """Caches of integers, brought back by ``back``, or of halves, by CAST."""
-    for name in (f"kv_cache_{which}_{number}" for which in "kv" for number in (2, 3)):
-        if kind == np.float16:
-            tensor = g.input(name)
-            readers, g.main.tensors[tensor].type = g.readers(tensor), schema.TensorType.FLOAT16
-            g.rewire(tensor, g.cast(tensor, np.float32), readers)
-            g.adapt[name] = lambda a: a.astype(np.float16)
-        else:
-            e.as_codes(g, name, kind, scale, back=back)
+def int16_caches(g: Graph, back: Edit = e.dequantized) -> None:
+    for name in CACHE_NAMES:
+        e.as_codes(g, name, np.int16, 80 / 32767, back=back)
 
 
 def wide(g: Graph, cache: int) -> int:
@@ -54,20 +55,15 @@ def wide(g: Graph, cache: int) -> int:
     one, heads, *rest = g.shape(cache)
     shape = [one, heads, 2, *rest]
     narrow = g.reshape(cache, [one, heads, 1, *rest])
-    made = g.call("BROADCAST_TO", narrow, np.array(shape, np.int32), shape=shape)
-    return g.reshape(made, [one, heads * 2, *rest])
+    spread = g.call("BROADCAST_TO", narrow, np.array(shape, np.int32), shape=shape)
+    return g.reshape(spread, [one, heads * 2, *rest])
 
 
-def spread_heads(g: Graph) -> None:
-    respelled(g, [wide(g, g.input(f"kv_cache_{which}_2")) for which in "kv"], [1, 4, 1])
-
-
-@a_change
-def composite_called(g: Graph, name: bytes) -> bool | None:
-    found = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
-    for op in found:
-        op.builtinOptions2.name = name
-    return None if found else False
+def composites_renamed(g: Graph) -> bool:
+    composites = [op for op in g.ops if g.kind(op) == "STABLEHLO_COMPOSITE"]
+    for op in composites:
+        op.builtinOptions2.name = b"some.function"
+    return bool(composites)
 
 
 def asymmetric(g: Graph) -> None:
@@ -94,10 +90,13 @@ EXACT: dict[str, dict[str, Change]] = {
         "squares_of_mask": summed(lambda g, m: g.mul(g.sub(g.square(g.cast(m, np.float32)), 1.0), 1e9)),
     },
     "scores": {"scaled_by_1": edge("1.scores", e.with_number("DIV", 1.0))},
-    "caches": {"spread_by_broadcast": spread_heads, "five_axes": both_products_by_einsum},
-    "rope": {
-        "angle_negated_twice": angle(lambda g, x: g.neg(g.neg(x))),
+    "caches": {
+        "spread_by_broadcast": lambda g: respelled(
+            g, [wide(g, g.input(f"kv_cache_{which}_2")) for which in "kv"], [1, 4, 1]
+        ),
+        "five_axes": both_products_by_einsum,
     },
+    "rope": {"angle_negated_twice": edge("0.angle", e.chain(e.unary("NEG"), e.unary("NEG")))},
     "norms": {
         "power_by_three_steps": every_norm(
             lambda g, n: g.rewire(int(n.root.outputs[0]), g.div(1.0, g.sqrt(int(n.root.inputs[0]))))
@@ -109,88 +108,43 @@ EXACT: dict[str, dict[str, Change]] = {
         "mask_flat": reshaped_input("mask", [256]),
         "mask_of_two_axes": reshaped_input("mask", [1, 256]),
     },
-    "kinds": {"composites_of_other_names": composite_called(b"some.function"), "asymmetric_inputs": asymmetric},
+    "kinds": {"composites_of_other_names": composites_renamed, "asymmetric_inputs": asymmetric},
 }
 # Numbers of half precision that a converter made floats: read, and said to be coarse.
 COARSE: dict[str, Change] = {"fp16_numbers_in_floats": tabled(cos=fp16, sin=fp16)}
 ROUNDED: dict[str, Change] = {
-    "caches_fp16": caches(np.float16),
-    "caches_int16": caches(np.int16, 80 / 32767),
-    "caches_int16_cast_and_scaled": caches(
-        np.int16, 80 / 32767, back=lambda g, x: g.mul(g.cast(x, np.float32), np.float32(80 / 32767))
-    ),
+    "caches_fp16": half_caches,
+    "caches_int16": int16_caches(),
+    "caches_int16_cast_and_scaled": int16_caches(lambda g, x: g.mul(g.cast(x, np.float32), 80 / 32767)),
 }
 
-LAYERS = (0, 1)
 
-
-# Softmaxes that are safe where a row shows nothing.
-
-
-@a_change
-def safe(g: Graph, dead: Callable[[Graph, int, int], int], lowest: float = -np.inf) -> None:
-    """0 for the rows that ``dead(g, mask, masked scores)`` says show nothing, else the softmax."""
-    for index in LAYERS:
-        place = g.layer(index)
-        shape = g.shape(place.scores)
-        mask = g.call("SELECT_V2", place.visible, 0.0, np.float32(lowest), shape=g.shape(place.visible))
+def safe_by_scores(g: Graph) -> None:
+    """The softmax, but 0 for the rows of which every score is −∞: torch's own, safe where a row shows nothing."""
+    for place in map(g.layer, LAYERS):
+        mask = g.call("SELECT_V2", place.visible, 0.0, -np.inf, shape=g.shape(place.visible))
         masked = g.add(place.scores, mask)
         weights = g.call("SOFTMAX", masked, beta=1.0)
-        nothing = dead(g, place.visible, masked)
-        g.rewire(place.probabilities, g.call("SELECT_V2", nothing, 0.0, weights, shape=shape))
-
-
-def all_lowest(g: Graph, mask: int, masked: int) -> int:
-    """torch's own: whether every score of the row is −∞."""
-    alive = g.logical_not(g.equal(masked, np.float32(-np.inf)), dtype=np.bool_)
-    return g.logical_not(g.reduce("REDUCE_ANY", alive, 3), dtype=np.bool_)
-
-
-SOFTMAXES: dict[str, Change] = {"safe_by_scores": safe(all_lowest)}
-
-
-# Caches as codes.
+        alive = g.logical_not(g.equal(masked, -np.inf), dtype=np.bool_)
+        nothing = g.logical_not(g.reduce("REDUCE_ANY", alive, 3), dtype=np.bool_)
+        g.rewire(place.probabilities, g.call("SELECT_V2", nothing, 0.0, weights, shape=g.shape(place.scores)))
 
 
 # Constants, ones, and bounds that are none.
-
-
-@e.a_norm_edit
-def eps_by(g: Graph, norm: Norm, build: Callable[[Graph], int]) -> None:
-    index = next(n for n, i in enumerate(norm.add.inputs) if g.is_constant(int(i)))
-    g.set_input(norm.add, index, build(g))
-
-
-def every_eps(build: Callable[[Graph], int]) -> Change:
-    return every_norm(eps_by(build))
-
-
 CONSTANTS: dict[str, Change] = {
-    "eps_of_two_thousandths": every_eps(lambda g: g.mul(g.constant(1e-3), g.constant(1e-3))),
+    "eps_of_two_thousandths": every_norm(epsilon(lambda g, _: g.mul(g.constant(1e-3), g.constant(1e-3)))),
     "scalar_of_one_number_in_three_axes": scalar(lambda s: np.full([1, 1, 1], s)),
     "query_plus_what_overflows": edge("1.query_normed", plus_number(lambda g: g.div(1.0, g.pow(1e-5, -9.0)))),
     "query_larger_and_scores_smaller": e.each(edge("1.queries", e.mul(8.0)), edge("1.scores", e.mul(0.125))),
 }
 
 
-# Names.
-
-
 @a_change
-def named(g: Graph, rename: Callable[[int, bytes, int], bytes]) -> None:
-    """Tensors get the name that ``rename(index, name, count)`` says."""
-    count = len(g.main.tensors)
-    for index, tensor in enumerate(g.main.tensors):
-        tensor.name = rename(index, tensor.name, count)
-
-
-def exchanged(*pairs: tuple[bytes, bytes]) -> Change:
-    def rename(index: int, name: bytes, count: int) -> bytes:
+def exchanged(g: Graph, *pairs: tuple[bytes, bytes]) -> None:
+    """In the tensors' names, one for the other."""
+    for tensor in g.main.tensors:
         for a, b in pairs:
-            name = name.replace(a, b"\0").replace(b, a).replace(b"\0", b)
-        return name
-
-    return named(rename)
+            tensor.name = tensor.name.replace(a, b"\0").replace(b, a).replace(b"\0", b)
 
 
 NAMES: dict[str, Change] = {
@@ -231,7 +185,7 @@ CASES = (
     ),
     *cases("same: second rounded", COARSE, exact=True, rounding=0.05),
     *cases("same: second rounded", ROUNDED, exact=True, rounding=2e-3),
-    *cases("same: third softmaxes", SOFTMAXES, *_SHOWS),
+    *cases("same: third softmaxes", {"safe_by_scores": safe_by_scores}, *_SHOWS),
     *cases("same: third constants", CONSTANTS, *_SHOWS),
     *cases("same: third names", NAMES),
 )

@@ -10,25 +10,26 @@ import numpy as np
 from helpers.surgery import Graph, Norm
 
 from adversary import edits as e
-from adversary.edits import Change, Edit, NormEdit, Sample, a_change, a_norm_edit, cases, edge
-from adversary.mutations.attention import both, bounded, compare, hidden_sum, laid_out, slots, summed, visible
-from adversary.mutations.blocks import normed_by
-from adversary.mutations.numbers import real_weight, stored_weight
-from adversary.mutations.positions import cos_and_sin, frequencies, position, tabled, window_table
+from adversary.edits import Change, Edit, NormEdit, Sample, a_change, cases, edge, edges
+from adversary.mutations.attention import (
+    bounded,
+    compare,
+    hidden_sum,
+    laid_out,
+    slots,
+    softmax_spelled,
+    summed,
+    visible,
+)
+from adversary.mutations.blocks import capped, every_norm, normed_by, weighted
+from adversary.mutations.numbers import OUT, real_weight
+from adversary.mutations.positions import cos_and_sin, frequencies, number, position, rotated_by, tabled, window_table
 
-
-@a_change
-def every_norm(g: Graph, edit: NormEdit) -> None:
-    for role in [role for role in g.roles if role.endswith("_norm")]:
-        normed_by(role, edit)(g)
-
-
-def axis_of(g: Graph, norm: Norm) -> int:
-    return len(g.shape(norm.x)) - 1
+LAYERS = (0, 1)
 
 
 def variance(g: Graph, norm: Norm) -> int:
-    return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), axis_of(g, norm)), 1e-6)
+    return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), -1), 1e-6)
 
 
 def rebuilt(build: Callable[[Graph, Any], int]) -> NormEdit:
@@ -36,12 +37,10 @@ def rebuilt(build: Callable[[Graph, Any], int]) -> NormEdit:
     return lambda g, norm: g.rewire(int(norm.scale.outputs[0]), build(g, norm))
 
 
-@a_norm_edit
-def squares_by(g: Graph, norm: Norm, name: str) -> None:
+def squared(g: Graph, norm: Norm) -> None:
     old = int(norm.square.outputs[0])
     x = norm.x if g.shape(norm.x) == g.shape(old) else g.reshape(norm.x, g.shape(old))
-    numbers = {"POW": [2.0], "SQUARED_DIFFERENCE": [0.0], "MUL": [g.abs(x)]}
-    g.rewire(old, g.call(name, g.abs(x) if name == "MUL" else x, *numbers.get(name, [])))
+    g.rewire(old, g.square(x))
 
 
 def root_times_weight(g: Graph, norm: Norm) -> None:
@@ -51,16 +50,12 @@ def root_times_weight(g: Graph, norm: Norm) -> None:
 
 
 NORMS: dict[str, Change] = {
-    "square": every_norm(squares_by("SQUARE")),
+    "square": every_norm(squared),
     "divided_by_root": every_norm(rebuilt(lambda g, n: g.div(n.x, g.sqrt(variance(g, n))))),
     "inverse_of_root": every_norm(rebuilt(lambda g, n: g.mul(n.x, g.div(1.0, g.sqrt(variance(g, n)))))),
     "root_times_weight": every_norm(root_times_weight),
     "eps_on_the_left": every_norm(lambda g, n: setattr(n.add, "inputs", list(n.add.inputs)[::-1])),
 }
-
-
-def capped(build: Callable[[Graph, int], int]) -> Change:
-    return lambda g: g.rewire(g.output("logits"), build(g, e.at(g, "lm_head")))
 
 
 BLOCKS: dict[str, Change] = {
@@ -79,10 +74,9 @@ ABSORBED: dict[str, Change] = {
 }
 
 
-@a_change
-def every_weight(g: Graph, make: Callable[[str], Change]) -> None:
+def real_weights(g: Graph) -> None:
     for role in [role for role in g.roles if role.endswith(("_proj", "_projection", "lm_head"))]:
-        make(role)(g)
+        real_weight(role, lambda g, w: w)(g)
 
 
 def half_norms(g: Graph) -> None:
@@ -90,9 +84,7 @@ def half_norms(g: Graph) -> None:
     for index, role in enumerate([role for role in g.roles if role.endswith("_norm")]):
         weight = g.roles[role]
         stored = g.constant(g.value(weight).astype(np.float16), np.float16)
-        real = g.tensor(g.shape(weight))
-        g.emit(("CAST", "DEQUANTIZE")[index % 2], [stored], [real])
-        g.rewire(weight, real)
+        g.rewire(weight, g.call(("CAST", "DEQUANTIZE")[index % 2], stored, dtype=np.float32))
 
 
 def scalar_quantized(g: Graph) -> None:
@@ -101,9 +93,7 @@ def scalar_quantized(g: Graph) -> None:
     value = float(g.value(scalar).reshape(-1)[0])
     stored = g.constant(np.full(g.shape(scalar), 127), np.int8)
     g.main.tensors[stored].quantization = e.parameters(value / 127)
-    real = g.tensor(g.shape(scalar))
-    g.emit("DEQUANTIZE", [stored], [real])
-    g.rewire(scalar, real)
+    g.rewire(scalar, e.dequantized(g, stored))
 
 
 def layer_twice(g: Graph) -> None:
@@ -113,30 +103,11 @@ def layer_twice(g: Graph) -> None:
             g.rewire(tensor, g.roles[role.replace("layers.1.", "layers.0.")])
 
 
-def exact(role: str) -> Change:
-    return stored_weight(role, lambda g, w: w)
-
-
 WEIGHTS: dict[str, Change] = {
-    "dequantized_by_an_operator": every_weight(lambda role: real_weight(role, lambda g, w: w)),
-    "floats_of_one": exact("layers.0.o_proj"),
+    "dequantized_by_an_operator": real_weights,
+    "floats_of_one": lambda g: g.insert(g.roles[OUT], lambda w: g.constant(g.floats(w))),
     "quantized_scalar": scalar_quantized,
 }
-
-
-def spelled(g: Graph, x: int) -> int:
-    powers = g.exp(g.sub(x, g.reduce("REDUCE_MAX", x, 3)))
-    return g.div(powers, g.reduce("SUM", powers, 3))
-
-
-@a_change
-def rotated(g: Graph, build: Callable[[Graph, int, int, int], int]) -> None:
-    """RoPE written otherwise, in every layer."""
-    for index in range(2):
-        layer = g.layer(index)
-        half = g.shape(layer.query_normed)[-1] // 2
-        cos, sin = (g.part(t, 0, half) for t in (layer.cos, layer.sin))
-        g.rewire(layer.rotated, build(g, layer.query_normed, cos, sin))
 
 
 def strided_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
@@ -158,8 +129,8 @@ def split_rotation(g: Graph, q: int, cos: int, sin: int) -> int:
 SCORES: dict[str, Change] = {
     "scale_and_back": e.each(edge("0.queries", e.mul(0.25)), edge("0.scores", e.mul(4.0))),
     "key_scaled_and_back": e.each(edge("0.queries", e.with_number("DIV", 8.0)), edge("0.scores", e.mul(8.0))),
-    "rope_strided": rotated(strided_rotation),
-    "rope_split": rotated(split_rotation),
+    "rope_strided": rotated_by(strided_rotation, LAYERS),
+    "rope_split": rotated_by(split_rotation, LAYERS),
 }
 
 
@@ -179,43 +150,31 @@ def repeated_heads(g: Graph) -> None:
     respelled(g, [g.gather(g.input(f"kv_cache_{which}_2"), [0, 0, 1, 1], 1) for which in "kv"], [1, 4, 1])
 
 
-def by_unpack(g: Graph) -> None:
+def by_unpack(g: Graph, query: int) -> int:
     """The query's heads by UNPACK, and PACK."""
-    layer = g.layer(0)
-    readers = g.readers(layer.query_normed)
     parts = [g.tensor([1, 1, 32]) for _ in range(4)]
-    g.emit("UNPACK", [layer.query_normed], parts, num=4, axis=2)
-    packed = g.call("PACK", *parts, shape=[1, 1, 4, 32], valuesCount=4, axis=2)
-    g.rewire(layer.query_normed, packed, readers)
+    g.emit("UNPACK", [query], parts, num=4, axis=2)
+    return g.call("PACK", *parts, shape=[1, 1, 4, 32], valuesCount=4, axis=2)
 
 
 CACHES: dict[str, Change] = {
     "key_transposed": laid_out("k", [0, 1, 3, 2]),
     "key_by_slot": laid_out("k", [0, 2, 1, 3]),
     "heads_repeated": repeated_heads,
-    "heads_by_unpack": by_unpack,
+    "heads_by_unpack": edge("0.query_normed", by_unpack),
 }
 
 
 @a_change
-def selected(g: Graph, build: Callable[[Graph, Any], int], layers: Sequence[int] = (0, 1)) -> None:
+def selected(g: Graph, build: Callable[[Graph, Any], int]) -> None:
     """Another way to choose between scores and a number far below."""
-    for index in layers:
-        layer = g.layer(index)
+    for layer in map(g.layer, LAYERS):
         g.set_input(layer.softmax, 0, build(g, layer))
 
 
 def within(build: Callable[[Graph], int]) -> Change:
     """Another way to say the window, beside the mask input."""
-    return visible(0, lambda g, _: both(g, g.input("mask"), build(g)))
-
-
-def distance(g: Graph) -> int:
-    return g.sub(g.input("input_pos"), slots(g))
-
-
-def floats(g: Graph) -> int:
-    return g.cast(g.input("input_pos"), np.float32)
+    return visible(0, lambda g, _: g.logical_and(g.input("mask"), build(g)))
 
 
 MASKS: dict[str, Change] = {
@@ -234,7 +193,7 @@ MASKS: dict[str, Change] = {
         lambda g: g.logical_not(g.logical_or(compare("LESS", 0)(g), compare("GREATER_EQUAL", e.WINDOW)(g)))
     ),
     "strict": bounded(compare("GREATER", -1), compare("LESS_EQUAL", e.WINDOW - 1)),
-    "two_sided": within(lambda g: g.less(g.abs(distance(g)), np.array([e.WINDOW], np.int32))),
+    "two_sided": within(lambda g: g.less(g.abs(g.sub(g.input("input_pos"), slots(g))), np.array([e.WINDOW], np.int32))),
     "two_sided_by_bounds": bounded(compare("GREATER", -e.WINDOW), compare("LESS", e.WINDOW)),
     "two_sums": summed(lambda g, m: g.add(hidden_sum(g, g.input("mask")), hidden_sum(g, m)), (0,)),
 }
@@ -255,30 +214,14 @@ def squeezed(g: Graph, x: int) -> int:
     return g.call("EXPAND_DIMS", narrow, np.array([0], np.int32), shape=shape)
 
 
-def cut_and_joined(g: Graph, x: int) -> int:
-    return g.join(e.halves(g, x))
-
-
 def reversed_twice(g: Graph, x: int) -> int:
     order = range(g.shape(x)[-1] - 1, -1, -1)
     return g.gather(g.gather(x, order, -1), order, -1)
 
 
-def on_a_grid(scale: float, zero_point: int = 0) -> Edit:
-    """INT8 activations, statically quantized: what the numbers are meant to be does not change."""
-    return lambda g, x: g.call("DEQUANTIZE", e.quantized(g, x, scale, zero_point), dtype=np.float32)
-
-
 PLACES = (
-    "activations",
-    "pre_projection",
-    "1.stream",
-    "0.query",
-    "0.scores",
-    "0.merged",
-    "0.product",
-    "state",
-    "logits",
+    *("activations", "pre_projection", "1.stream", "0.query", "0.scores"),
+    *("0.merged", "0.product", "state", "logits"),
 )
 NOTHING: dict[str, Edit] = {
     "times_1": e.mul(1.0),
@@ -290,7 +233,7 @@ NOTHING: dict[str, Edit] = {
     "turned_twice": turned_twice,
     "reshaped_and_back": there_and_back,
     "squeezed": squeezed,
-    "cut_and_joined": cut_and_joined,
+    "cut_and_joined": lambda g, x: g.join(e.halves(g, x)),
     "reversed_twice": reversed_twice,
 }
 
@@ -300,27 +243,10 @@ DETOURS: dict[str, Change] = {
         for index, (name, edit) in enumerate(NOTHING.items())
         for shift in (0, 4)
     },
-    "state_quantized": edge("state", on_a_grid(0.1)),
-    "product_quantized_off_centre": edge("0.product", on_a_grid(0.05, 20)),
+    "state_quantized": edge("state", e.over_int(0.1)),
+    "product_quantized_off_centre": edge("0.product", e.over_int(0.05, 20)),
     "composites_opened": lambda g: g.open_all(),
 }
-
-
-LAYERS = (0, 1)
-
-
-def softmax_of(*layers: int, build: Callable[[Graph, int], int] = spelled) -> Change:
-    """The softmax in other operators in these layers alone."""
-    return e.each(
-        *(
-            lambda g, index=index: g.rewire(g.layer(index).probabilities, build(g, g.layer(index).masked))
-            for index in layers
-        )
-    )
-
-
-def by_sine(layer: int) -> Change:
-    return cos_and_sin(lambda g, cos, sin: (g.sin(g.add(g.layer(layer).angle, np.float32(np.pi / 2))), sin), layer)
 
 
 def outer_product(g: Graph) -> None:
@@ -330,32 +256,22 @@ def outer_product(g: Graph) -> None:
         table = g.value(frequencies(g, layer)).reshape(1, 1, -1)
         width = g.shape(angle)[-1]
         tiled = g.constant(np.tile(table, width // table.shape[-1]))
-        made = g.call("BATCH_MATMUL", g.reshape(floats(g), [1, 1, 1]), tiled, shape=[1, 1, width])
-        g.rewire(angle, g.reshape(made, g.shape(angle)))
-
-
-def position_through(*types: Any) -> Change:
-    """The position of the angles through other types that hold it exactly."""
-
-    def edit(g: Graph, x: int) -> int:
-        made = g.input("input_pos")
-        for dtype in (*types, np.float32):
-            made = g.cast(made, dtype)
-        return g.reshape(made, g.shape(x))
-
-    return position(edit)
+        product = g.call("BATCH_MATMUL", g.reshape(number(g), [1, 1, 1]), tiled, shape=[1, 1, width])
+        g.rewire(angle, g.reshape(product, g.shape(angle)))
 
 
 EXACT: dict[str, Change] = {
-    "cos_by_sine_in_one": by_sine(0),
-    "softmax_spelled_in_sliding": softmax_of(0),
+    "cos_by_sine_in_one": cos_and_sin(lambda g, cos, sin: (g.sin(g.add(g.layer(0).angle, np.pi / 2)), sin)),
+    "softmax_spelled_in_sliding": softmax_spelled(e.unary("EXP")),
     "never_below_lowest_float": edge("0.attended", e.with_number("MAXIMUM", float(np.finfo(np.float32).min))),
     "angles_by_outer_product": outer_product,
-    "position_by_int64": position_through(np.int64),
+    "position_by_int64": position(
+        lambda g, x: g.reshape(g.cast(g.cast(g.input("input_pos"), np.int64), np.float32), g.shape(x))
+    ),
     "rope_tables": tabled(),
     "rope_tables_by_slice": tabled(how="SLICE"),
     "rope_table_of_one_layer": tabled(layers=(1,)),
-    "window_table": window_table(lambda seen, far: seen),
+    "window_table": window_table(),
     "mask_by_floats": visible(1, lambda g, x: g.greater(g.cast(x, np.float32), 0.5)),
 }
 ROUNDED: dict[str, Change] = {
@@ -363,15 +279,12 @@ ROUNDED: dict[str, Change] = {
     "logits_by_int16_codes": edge("logits", e.over_int(30 / 32767, 0, np.int16)),
     "logits_given_as_int16": edge("logits", lambda g, x: e.quantized(g, x, 30 / 32767, 0, np.int16)),
     "activations_given_as_int16": lambda g: e.as_codes(g, "activations", np.int16, 40 / 32767),
-    "norm_weight_cast_fp16": lambda g: g.insert(
-        g.norm("layers.0.pre_ffw_norm").weight, lambda w: e.through(np.float16)(g, w)
-    ),
+    "norm_weight_cast_fp16": normed_by("layers.0.pre_ffw_norm", weighted(e.through(np.float16))),
     "cos_cast_fp16": edge("0.cos", e.through(np.float16)),
 }
 # However coarse a grid is, and whatever of ordinary numbers it cuts off: that is the runtime's.
-ON_GRIDS: dict[str, Change] = {
-    f"{place}_{name}": edge(place, edit)
-    for place, edits in {
+ON_GRIDS = edges(
+    {
         "activations": {"in_halves_int8": e.over_int(0.5), "within_1_int8": e.over_int(1 / 127)},
         "1.query_normed": {"of_2_int8": e.over_int(2 / 127)},
         "0.queries": {"within_a_half_int8": e.over_int(0.5 / 127)},
@@ -382,9 +295,8 @@ ON_GRIDS: dict[str, Change] = {
         "0.product": {"in_quarters_int16": e.over_int(0.25, 0, np.int16)},
         "1.stream": {"bf16": e.through(ml_dtypes.bfloat16)},
         "logits": {"in_halves_int16": e.over_int(0.5, 0, np.int16)},
-    }.items()
-    for name, edit in edits.items()
-}
+    }
+)
 
 CASES = (
     *cases("same: masks", MASKS),
