@@ -15,12 +15,14 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 import flatbuffers
+import ml_dtypes  # noqa: F401 - lets numpy know bfloat16
 import numpy as np
+import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 
 import mtp_extract
@@ -186,9 +188,22 @@ def on_model(function: Callable[Concatenate[Any, P], object]) -> Callable[P, Cal
     return lambda *given, **named: lambda model: function(model, *given, **named)
 
 
+@cache
 def code_names() -> dict[int, str]:
     """Builtin operator id → name."""
     return {v: k for k, v in vars(schema.BuiltinOperator).items() if isinstance(v, int)}
+
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    getattr(schema.TensorType, name.upper()): np.dtype(name)
+    for name in ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+"""How numpy calls a type of tensors."""
+
+
+def type_of(dtype: npt.DTypeLike) -> int:
+    """The type of tensors that numpy, or ml_dtypes, calls ``dtype``."""
+    return int(getattr(schema.TensorType, np.dtype(dtype).name.upper()))
 
 
 def kind(model: Any, op: Any) -> str:

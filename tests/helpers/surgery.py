@@ -21,41 +21,24 @@ from dataclasses import dataclass, field
 from functools import cache, partialmethod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 from seam import read
 
-from helpers.make_bundle import Memory, add_buffer, added, code_names, code_of, load, pack
+from helpers.make_bundle import DTYPES, Memory, add_buffer, added, code_of, kind, load, pack, type_of
 from helpers.variant_files import variant
 
 STYLES = {"torch": "torch_plain_norm", "jax": "jax_kv_mixed"}
 """How an exporter writes: plain operators with torch's names, or composites with those of Google's own code."""
 
 Array = npt.NDArray[Any]
+Operand = int | float | Array
 Change = Callable[[int], int]
 
-_TYPES: dict[Any, int] = {
-    np.dtype(np.float32): schema.TensorType.FLOAT32,
-    np.dtype(np.float16): schema.TensorType.FLOAT16,
-    np.dtype(ml_dtypes.bfloat16): schema.TensorType.BFLOAT16,
-    np.dtype(np.int32): schema.TensorType.INT32,
-    np.dtype(np.int64): schema.TensorType.INT64,
-    np.dtype(np.int16): schema.TensorType.INT16,
-    np.dtype(np.int8): schema.TensorType.INT8,
-    np.dtype(np.uint8): schema.TensorType.UINT8,
-    np.dtype(np.bool_): schema.TensorType.BOOL,
-}
-_NAMES = code_names()
-_DTYPES = {number: dtype for dtype, number in _TYPES.items()}
 _COMPARISONS = ("EQUAL", "NOT_EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL")
-_VERSIONS = {"BROADCAST_TO": 2}
-_OPTIONS = {
-    "BATCH_MATMUL": "BatchMatMul",
-    "CONV_2D": "Conv2D",
-    **dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_ANY"), "Reducer"),
-}
+_OPTIONS = dict.fromkeys(("MEAN", "SUM", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_ANY"), "Reducer")
+_OPTIONS |= {"BATCH_MATMUL": "BatchMatMul", "CONV_2D": "Conv2D"}
 
 
 class Norm:
@@ -69,8 +52,8 @@ class Norm:
             g.open(g.reader(weight))
         self.weigh = g.reader(weight)
         self.out, self.scale = int(self.weigh.outputs[0]), g.producer(_other(self.weigh, weight))
-        made = (op for op in map(g.producer, self.scale.inputs) if op is not None)
-        (self.root,) = [op for op in made if g.kind(op) in ("RSQRT", "POW")]
+        factors = [op for op in map(g.producer, self.scale.inputs) if op is not None]
+        (self.root,) = [op for op in factors if g.kind(op) in ("RSQRT", "POW")]
         self.x = _other(self.scale, int(self.root.outputs[0]))
         # The nearest ADD, mean and square before the root are its own; what is further back is not.
         back = list(g.before(int(self.root.inputs[0])))
@@ -91,7 +74,8 @@ class Layer:
         name = f"layers.{index}"
         self._find_sums(g, name)
         self._find_attention(g, name)
-        self._find_mask(g)
+        self.select = next(op for op in g.before(self.masked, self.scores) if g.kind(op) == "SELECT_V2")
+        self.visible = int(self.select.inputs[0])
         self._find_rotation(g)
         self._find_feed_forward(g, name)
 
@@ -125,12 +109,8 @@ class Layer:
         self.score = g.producer(self.scores)
         self.queries, self.key = (int(operand) for operand in self.score.inputs)
 
-        self.query_in, self.query = int(query.inputs[0]), int(query.outputs[0])
+        self.query = int(query.outputs[0])
         self.query_normed = g.normed(f"{name}.q_norm")
-
-    def _find_mask(self, g: Graph) -> None:
-        self.select = next(op for op in g.before(self.masked, self.scores) if g.kind(op) == "SELECT_V2")
-        self.visible = int(self.select.inputs[0])
 
     def _find_rotation(self, g: Graph) -> None:
         grouping = g.producer(self.queries)
@@ -165,13 +145,8 @@ class Graph:
     def ops(self) -> list[Any]:
         return self.main.operators  # type: ignore[no-any-return]
 
-    @property
-    def layers(self) -> int:
-        return sum(role.endswith(".q_proj") for role in self.roles)
-
     def kind(self, op: Any) -> str:
-        code = self.model.operatorCodes[op.opcodeIndex]
-        return _NAMES[max(code.builtinCode, code.deprecatedBuiltinCode)]
+        return kind(self.model, op)
 
     def producer(self, tensor: int) -> Any:
         """The operator that computes ``tensor``; None of an input or a constant."""
@@ -182,15 +157,15 @@ class Graph:
 
     def reader(self, tensor: int) -> Any:
         """The one operator that reads ``tensor``."""
-        (found,) = self.readers(tensor)
-        return found
+        (op,) = self.readers(tensor)
+        return op
 
     def shape(self, tensor: int) -> list[int]:
         shape = self.main.tensors[tensor].shape
         return [] if shape is None else [int(size) for size in shape]
 
     def dtype(self, tensor: int) -> np.dtype[Any]:
-        return _DTYPES[self.main.tensors[tensor].type]
+        return DTYPES[self.main.tensors[tensor].type]
 
     def is_constant(self, tensor: int) -> bool:
         data = self.model.buffers[self.main.tensors[tensor].buffer].data
@@ -209,28 +184,28 @@ class Graph:
         data = np.frombuffer(bytes(self.model.buffers[described.buffer].data), np.int8)
         if described.type == schema.TensorType.INT4:
             data = np.stack([data << 4 >> 4, data >> 4], -1).reshape(-1)
-        scale = np.asarray(described.quantization.scale, np.float32)
         rows, width = self.shape(tensor)
         codes = data[: rows * width].reshape(rows, width).astype(np.float32)
-        return codes * (scale[:, None] if scale.size > 1 else scale)
+        return codes * np.asarray(described.quantization.scale, np.float32).reshape(-1, 1)
 
     def input(self, name: str) -> int:
-        """The signature's input ``name``."""
+        """The tensor of the signature's input ``name``."""
         return next(int(m.tensorIndex) for m in self.model.signatureDefs[0].inputs if m.name.decode() == name)
 
     def output(self, name: str) -> int:
-        """The signature's output ``name``."""
+        """The tensor of the signature's output ``name``."""
         return next(int(m.tensorIndex) for m in self.model.signatureDefs[0].outputs if m.name.decode() == name)
 
     def before(self, tensor: int, stop: int | None = None) -> Iterator[Any]:
         """The operators that ``tensor`` is computed by, nearest first, without what ``stop`` is computed by."""
-        seen: set[int] = set()
+        producers = {int(i): op for op in self.ops for i in op.outputs}
+        visited: set[int] = set()
         queue = [tensor]
         while queue:
             current = queue.pop(0)
-            op = self.producer(current) if current >= 0 and current != stop else None
-            if op is not None and id(op) not in seen:
-                seen.add(id(op))
+            op = None if current == stop else producers.get(current)
+            if op is not None and id(op) not in visited:
+                visited.add(id(op))
                 yield op
                 queue.extend(int(i) for i in op.inputs)
 
@@ -249,22 +224,18 @@ class Graph:
         return Norm(self, role)
 
     def layer(self, index: int) -> Layer:
-        """The places of layer ``index``."""
         return Layer(self, index)
 
     # Changes.
 
     def tensor(self, shape: Sequence[int], dtype: npt.DTypeLike = np.float32) -> int:
-        made = schema.TensorT(
-            name=f"t{len(self.main.tensors)}".encode(), shape=list(shape), buffer=0, type=_TYPES[np.dtype(dtype)]
-        )
-        return added(self.main.tensors, made)
+        name = f"t{len(self.main.tensors)}".encode()
+        return added(self.main.tensors, schema.TensorT(name=name, shape=list(shape), buffer=0, type=type_of(dtype)))
 
     def constant(self, values: npt.ArrayLike, dtype: npt.DTypeLike = np.float32) -> int:
-        array = np.ascontiguousarray(np.asarray(values, dtype))
-        made = self.tensor(np.shape(values), dtype)
-        self.main.tensors[made].buffer = self.buffer(array.tobytes())
-        return made
+        index = self.tensor(np.shape(values), dtype)
+        self.main.tensors[index].buffer = self.buffer(np.asarray(values, dtype).tobytes())
+        return index
 
     def buffer(self, data: bytes) -> int:
         return add_buffer(self.model, data)
@@ -276,26 +247,20 @@ class Graph:
 
     def emit(self, name: str, inputs: Iterable[int], outputs: Iterable[int], **options: Any) -> Any:
         """Append the operator ``name``; its place in the order of execution is found when the model is packed."""
-        made = schema.OperatorT(
-            opcodeIndex=code_of(self.model, name, _VERSIONS.get(name, 1)), inputs=list(inputs), outputs=list(outputs)
-        )
+        code = code_of(self.model, name, 2 if name == "BROADCAST_TO" else 1)
+        op = schema.OperatorT(opcodeIndex=code, inputs=list(inputs), outputs=list(outputs))
         title = _OPTIONS.get(name) or "".join(part.capitalize() for part in name.split("_"))
         if hasattr(schema, f"{title}OptionsT") and hasattr(schema.BuiltinOptions, f"{title}Options"):
-            made.builtinOptions = getattr(schema, f"{title}OptionsT")()
-            made.builtinOptionsType = getattr(schema.BuiltinOptions, f"{title}Options")
+            op.builtinOptions = getattr(schema, f"{title}OptionsT")()
+            op.builtinOptionsType = getattr(schema.BuiltinOptions, f"{title}Options")
         for key, setting in options.items():
-            assert hasattr(made.builtinOptions, key), f"{title}Options has no {key}"
-            setattr(made.builtinOptions, key, setting)
-        self.ops.append(made)
-        return made
+            assert hasattr(op.builtinOptions, key), f"{title}Options has no {key}"
+            setattr(op.builtinOptions, key, setting)
+        self.ops.append(op)
+        return op
 
     def call(
-        self,
-        name: str,
-        *operands: int | float | Array,
-        shape: Sequence[int] | None = None,
-        dtype: npt.DTypeLike | None = None,
-        **options: Any,
+        self, name: str, *operands: Operand, shape: Sequence[int] | None = None, dtype: Any = None, **options: Any
     ) -> int:
         """The result of a new operator.
 
@@ -308,10 +273,10 @@ class Graph:
             else self.constant(operand, operand.dtype if isinstance(operand, np.ndarray) else np.float32)
             for operand in operands
         ]
-        first = inputs[1] if name.startswith("SELECT") else inputs[0]
         if shape is None:
             shape = np.broadcast_shapes(*(tuple(self.shape(i)) for i in inputs if i >= 0))
         if dtype is None:
+            first = inputs[1] if name.startswith("SELECT") else inputs[0]
             dtype = np.bool_ if name in _COMPARISONS else self.dtype(first)
         result = self.tensor(shape, dtype)
         self.emit(name, inputs, [result], **options)
@@ -325,8 +290,7 @@ class Graph:
         return self.call("TRANSPOSE", x, np.array(order, np.int32), shape=[shape[i] for i in order])
 
     def slice(self, x: int, begin: Sequence[int], size: Sequence[int]) -> int:
-        shape = [length - at if want < 0 else want for length, at, want in zip(self.shape(x), begin, size, strict=True)]
-        return self.call("SLICE", x, np.array(begin, np.int32), np.array(shape, np.int32), shape=shape)
+        return self.call("SLICE", x, np.array(begin, np.int32), np.array(size, np.int32), shape=size)
 
     def part(self, x: int, begin: int, size: int, axis: int = -1) -> int:
         """``size`` elements of ``x`` along ``axis``."""
@@ -356,38 +320,34 @@ class Graph:
 
     def product(self, x: int, weight: int) -> int:
         """FULLY_CONNECTED of ``x`` with ``weight``, without a bias."""
-        made = self.tensor([*self.shape(x)[:-1], self.shape(weight)[0]])
-        self.emit("FULLY_CONNECTED", [x, weight, -1], [made], keepNumDims=True)
-        return made
-
-    def rewire(self, old: int, new: int, into: Iterable[Any] | None = None) -> None:
-        """Let the readers of ``old`` (or only those of ``into``) read ``new``, the signature's outputs too."""
-        for op in self.readers(old) if into is None else into:
-            op.inputs = [new if i == old else int(i) for i in op.inputs]
-        if into is None:
-            self._hand_out(old, new)
+        shape = [*self.shape(x)[:-1], self.shape(weight)[0]]
+        return self.call("FULLY_CONNECTED", x, weight, -1, shape=shape, keepNumDims=True)
 
     def insert(self, tensor: int, change: Change, into: Iterable[Any] | None = None) -> int:
-        """Let the readers of ``tensor`` (or only those of ``into``) read ``change(tensor)``; returns that."""
+        """Let the readers of ``tensor`` (or only those of ``into``) read ``change(tensor)``; returns that.
+
+        Without ``into``, the signature's outputs change with them.
+        """
         readers = self.readers(tensor) if into is None else list(into)
         new = change(tensor)
-        self.rewire(tensor, new, readers)
+        for op in readers:
+            op.inputs = [new if i == tensor else int(i) for i in op.inputs]
         if into is None:
-            self._hand_out(tensor, new)
+            self.main.outputs = [new if i == tensor else int(i) for i in self.main.outputs]
+            for entry in self.model.signatureDefs[0].outputs:
+                entry.tensorIndex = new if entry.tensorIndex == tensor else entry.tensorIndex
         return new
 
-    def _hand_out(self, old: int, new: int) -> None:
-        """Let the signature's outputs be ``new`` where they were ``old``."""
-        self.main.outputs = [new if i == old else int(i) for i in self.main.outputs]
-        for entry in self.model.signatureDefs[0].outputs:
-            entry.tensorIndex = new if entry.tensorIndex == old else entry.tensorIndex
+    def rewire(self, old: int, new: int, into: Iterable[Any] | None = None) -> None:
+        """Let the readers of ``old`` (or only those of ``into``) read ``new``."""
+        self.insert(old, lambda _: new, into)
 
     def recode(self, op: Any, name: str) -> None:
         """Make ``op`` another operator, with that one's default options."""
-        made = self.emit(name, op.inputs, op.outputs)
-        self.ops.remove(made)
-        op.opcodeIndex = made.opcodeIndex
-        op.builtinOptions, op.builtinOptionsType = made.builtinOptions, made.builtinOptionsType
+        other = self.emit(name, op.inputs, op.outputs)
+        self.ops.remove(other)
+        op.opcodeIndex = other.opcodeIndex
+        op.builtinOptions, op.builtinOptionsType = other.builtinOptions, other.builtinOptionsType
 
     def set_input(self, op: Any, position: int, tensor: int) -> None:
         inputs = [int(i) for i in op.inputs]
@@ -403,93 +363,72 @@ class Graph:
             if index not in places:
                 places[index] = added(self.main.tensors, copy.deepcopy(tensor))
         at = self.ops.index(op)
-        self.ops[at : at + 1] = made = [copy.deepcopy(inner) for inner in body.operators]
-        for inner in made:
+        self.ops[at : at + 1] = operators = [copy.deepcopy(inner) for inner in body.operators]
+        for inner in operators:
             inner.inputs = [places[int(i)] if i >= 0 else -1 for i in inner.inputs]
             inner.outputs = [places[int(i)] for i in inner.outputs]
 
     def open_all(self) -> bool:
         """Replace every composite of the main subgraph; False if there was none."""
-        found = [op for op in self.ops if self.kind(op) == "STABLEHLO_COMPOSITE"]
-        for op in found:
+        composites = [op for op in self.ops if self.kind(op) == "STABLEHLO_COMPOSITE"]
+        for op in composites:
             self.open(op)
-        return bool(found) and (self.open_all() or True)
+        return bool(composites) and (self.open_all() or True)
 
     def body(self, op: Any) -> Graph:
         """The body of the composite ``op``, as a graph of its own that can be changed; it has no roles."""
-        made = copy.copy(self.model)
-        index = op.builtinOptions2.decompositionSubgraphIndex
-        made.subgraphs = [self.model.subgraphs[index]]
-        return Graph(made, {})
+        model = copy.copy(self.model)
+        model.subgraphs = [self.model.subgraphs[op.builtinOptions2.decompositionSubgraphIndex]]
+        return Graph(model, {})
 
     # The file.
 
     def tidy(self) -> None:
         """Bring operators into an order of execution, and drop operators and tensors that nothing reads."""
-        needed = {int(i) for i in self.main.outputs}
-        alive = self._computing(needed)
-        needed.update(int(i) for op in alive for i in (*op.inputs, *op.outputs))
-        done = {int(i) for i in range(len(self.main.tensors))} - {int(i) for op in alive for i in op.outputs}
-        ordered: list[Any] = []
-        while alive:
-            ready = next(op for op in alive if all(int(i) in done or i < 0 for i in op.inputs))
-            alive.remove(ready)
-            ordered.append(ready)
-            done |= {int(i) for i in ready.outputs}
-        self.main.operators = ordered
-        kept = needed | {int(i) for i in self.main.inputs} | self._blocks(needed)
-        kept.discard(-1)
+        graph = self.main
+        computing = {id(op) for output in graph.outputs for op in self.before(int(output))}
+        waiting = [op for op in self.ops if id(op) in computing]
+        kept = {int(i) for i in (*graph.inputs, *graph.outputs)}
+        kept |= {int(i) for op in waiting for i in (*op.inputs, *op.outputs)} - {-1}
+        blocks = [details for tensor in kept if (details := _blocks(graph.tensors[tensor])) is not None]
+        kept |= {int(i) for details in blocks for i in (details.scales, details.zeroPoints)} - {-1}
+
+        ready = {-1, *range(len(graph.tensors))} - {int(i) for op in waiting for i in op.outputs}
+        graph.operators = []
+        while waiting:
+            op = next(op for op in waiting if ready.issuperset(map(int, op.inputs)))
+            waiting.remove(op)
+            graph.operators.append(op)
+            ready.update(map(int, op.outputs))
         self._renumber(sorted(kept))
         self._drop_bodies()
         self._drop_buffers()
 
-    def _computing(self, tensors: Iterable[int]) -> list[Any]:
-        """The operators that ``tensors`` are computed by, in the order in which they stand."""
-        producers = {int(i): op for op in self.ops for i in op.outputs}
-        found: set[int] = set()
-        queue = list(tensors)
-        while queue:
-            op = producers.get(queue.pop())
-            if op is not None and id(op) not in found:
-                found.add(id(op))
-                queue.extend(int(i) for i in op.inputs)
-        return [op for op in self.ops if id(op) in found]
-
-    def _blocks(self, tensors: Iterable[int]) -> set[int]:
-        found = set()
-        for tensor in tensors:
-            quantization = self.main.tensors[tensor].quantization if tensor >= 0 else None
-            if quantization is not None and quantization.details is not None:
-                found |= {int(i) for i in (quantization.details.scales, quantization.details.zeroPoints) if i >= 0}
-        return found
-
     def _renumber(self, kept: Sequence[int]) -> None:
-        place = {old: new for new, old in enumerate(kept)}
-        place[-1] = -1
+        """Leave only the tensors ``kept``, under new numbers wherever one is named."""
+        place = {-1: -1, **{old: new for new, old in enumerate(kept)}}
         graph = self.main
         graph.tensors = [graph.tensors[old] for old in kept]
-        for tensor in graph.tensors:
-            if tensor.quantization is not None and tensor.quantization.details is not None:
-                details = tensor.quantization.details
-                details.scales, details.zeroPoints = place[details.scales], place[details.zeroPoints]
-        for op in graph.operators:
-            op.inputs, op.outputs = [place[int(i)] for i in op.inputs], [place[int(i)] for i in op.outputs]
-        graph.inputs, graph.outputs = [place[int(i)] for i in graph.inputs], [place[int(i)] for i in graph.outputs]
+        for details in filter(None, map(_blocks, graph.tensors)):
+            details.scales, details.zeroPoints = place[details.scales], place[details.zeroPoints]
+        for ends in (graph, *graph.operators):
+            ends.inputs = [place[int(i)] for i in ends.inputs]
+            ends.outputs = [place[int(i)] for i in ends.outputs]
         for entry in (*self.model.signatureDefs[0].inputs, *self.model.signatureDefs[0].outputs):
             entry.tensorIndex = place[int(entry.tensorIndex)]
         self.roles = {role: place[index] for role, index in self.roles.items() if index in place}
 
     def _drop_bodies(self) -> None:
-        composites = [op for g in self.model.subgraphs for op in g.operators if op.builtinOptions2 is not None]
-        composites = [op for op in composites if hasattr(op.builtinOptions2, "decompositionSubgraphIndex")]
-        kept = sorted({0, *(int(op.builtinOptions2.decompositionSubgraphIndex) for op in composites)})
-        place = {old: new for new, old in enumerate(kept)}
-        for op in {id(op): op for op in composites}.values():
-            op.builtinOptions2.decompositionSubgraphIndex = place[int(op.builtinOptions2.decompositionSubgraphIndex)]
+        second = [op.builtinOptions2 for graph in self.model.subgraphs for op in graph.operators]
+        # Several operators may share one object.
+        composites = {id(options): options for options in second if hasattr(options, "decompositionSubgraphIndex")}
+        kept = sorted({0, *(int(options.decompositionSubgraphIndex) for options in composites.values())})
+        for options in composites.values():
+            options.decompositionSubgraphIndex = kept.index(int(options.decompositionSubgraphIndex))
         self.model.subgraphs = [self.model.subgraphs[old] for old in kept]
 
     def _drop_buffers(self) -> None:
-        tensors = [tensor for g in self.model.subgraphs for tensor in g.tensors]
+        tensors = [tensor for graph in self.model.subgraphs for tensor in graph.tensors]
         kept = sorted({0, *(int(tensor.buffer) for tensor in tensors)})
         place = {old: new for new, old in enumerate(kept)}
         for tensor in tensors:
@@ -512,6 +451,11 @@ for _name in (
     setattr(Graph, _name.lower(), partialmethod(Graph.call, _name))
 
 
+def _blocks(tensor: Any) -> Any:
+    """What a tensor says of blocks with scales of their own; None of most."""
+    return None if tensor.quantization is None else tensor.quantization.details
+
+
 def _other(op: Any, tensor: int) -> int:
     """The operand of a binary operator that is not ``tensor``."""
     left, right = (int(i) for i in op.inputs)
@@ -521,8 +465,8 @@ def _other(op: Any, tensor: int) -> int:
 @cache
 def _base(style: str, layers: tuple[int, ...]) -> bytes:
     data = variant(STYLES[style]).read_bytes()
-    found = read(Memory(data)).walk.roles
-    graph = Graph(load(data), {role.role: role.tensor.index for role in found if role.tensor is not None})
+    roles = read(Memory(data)).walk.roles
+    graph = Graph(load(data), {role.role: role.tensor.index for role in roles if role.tensor is not None})
     _keep_layers(graph, layers)
     graph.tidy()
     # Five times as fast to copy as the objects themselves.
@@ -531,10 +475,10 @@ def _base(style: str, layers: tuple[int, ...]) -> bytes:
 
 def _keep_layers(graph: Graph, layers: tuple[int, ...]) -> None:
     """Drop the layers not in ``layers``, and give those left their new numbers, in names too."""
-    places = [graph.layer(index) for index in range(graph.layers)]
-    for index in reversed(range(len(places))):
-        if index not in layers:
-            graph.rewire(places[index].out, places[index].stream)
+    count = sum(role.endswith(".q_proj") for role in graph.roles)
+    dropped = [graph.layer(index) for index in range(count) if index not in layers]
+    for layer in reversed(dropped):
+        graph.rewire(layer.out, layer.stream)
     renamed = {}
     for role, tensor in graph.roles.items():
         first, _, rest = role.partition(".")
@@ -552,5 +496,5 @@ def _keep_layers(graph: Graph, layers: tuple[int, ...]) -> None:
 
 def sound(style: str, layers: tuple[int, ...] = (0, 3)) -> Graph:
     """A fresh copy of the drafter of ``style`` ("torch" or "jax"), cut down to ``layers``: one sliding, one full."""
-    made: Graph = pickle.loads(_base(style, layers))
-    return made
+    graph: Graph = pickle.loads(_base(style, layers))
+    return graph
