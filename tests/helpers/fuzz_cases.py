@@ -24,7 +24,7 @@ from ai_edge_litert import schema_py_generated as schema
 from seam import MtpExtractError, Shard, checkpoint_of, format_named, open_bundle, read
 
 from helpers.bounds import TooLongError, bounded
-from helpers.make_bundle import DRAFTER, Memory, Part, bundle, load, pack
+from helpers.make_bundle import DRAFTER, DTYPES, Memory, Part, bundle, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from mtp_extract import extract
 
@@ -37,19 +37,11 @@ CPU_SECONDS = 10
 # What single numbers of a drafter say. Anything else in config.json follows from shapes, which must agree with each
 # other, so that one lie is found out.
 _SAID_BY_ONE_NUMBER = {
-    "final_logit_softcapping",
-    "hidden_activation",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
+    *("final_logit_softcapping", "hidden_activation", "rms_norm_eps"),
+    *("rope_parameters", "sliding_window"),
 }
 _NUMBERS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e38, 3e38, 1e-45, -1.0, 1.0, 2.0, 30.0, 0.125)
 _WORDS = (0, 1, 2, 4, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
-_DTYPES = {
-    schema.TensorType.FLOAT32: np.float32,
-    schema.TensorType.INT8: np.int8,
-    schema.TensorType.UINT8: np.uint8,
-}
 
 
 @dataclass
@@ -82,7 +74,7 @@ def stored(which: int) -> tuple[tuple[int, int], ...]:
 def structure(which: int) -> tuple[int, ...]:
     """Every offset of a drafter that is not inside a constant."""
     inside = {at for offset, length in stored(which) for at in range(offset, offset + length)}
-    return tuple(at for at in range(len(drafter_bytes(which))) if at not in inside)
+    return tuple(sorted(set(range(len(drafter_bytes(which)))) - inside))
 
 
 def _damage(data: bytearray, at: int, rng: random.Random) -> None:
@@ -184,12 +176,7 @@ def _rewire(model: Any, rng: random.Random) -> None:
     rng.choice(changes)()
 
 
-KINDS: dict[str, Callable[[random.Random], bytes]] = {
-    "header": header_case,
-    "structure": structure_case,
-    "data": data_case,
-    "wiring": wiring_case,
-}
+KINDS = {"header": header_case, "structure": structure_case, "data": data_case, "wiring": wiring_case}
 
 
 @dataclass(frozen=True)
@@ -218,7 +205,7 @@ def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
     """Tensor ``index`` of the model ``data``, read with the schema's own accessors and dequantized the long way."""
     model = schema.Model.GetRootAs(data, 0)
     tensor = model.Subgraphs(0).Tensors(index)
-    codes = np.frombuffer(model.Buffers(tensor.Buffer()).DataAsNumpy(), _DTYPES[tensor.Type()])
+    codes = np.frombuffer(model.Buffers(tensor.Buffer()).DataAsNumpy(), DTYPES[tensor.Type()])
     values: npt.NDArray[np.float32] = codes.astype(np.float32)
     values = values.reshape(tensor.ShapeAsNumpy() if tensor.ShapeLength() else ())
     if tensor.Type() == schema.TensorType.FLOAT32:

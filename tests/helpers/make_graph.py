@@ -16,18 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
 
-from helpers.make_bundle import add_buffer, added, code_of, pack
+from helpers.make_bundle import add_buffer, added, code_of, pack, type_of
 
 _BITS = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
-_TYPES = {
-    "f32": schema.TensorType.FLOAT32,
-    "i32": schema.TensorType.INT32,
-    "i8": schema.TensorType.INT8,
-    "bool": schema.TensorType.BOOL,
-}
-_DTYPES = {"f32": np.float32, "i32": np.int32, "i8": np.int8}
+_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "i32": np.int32, "i8": np.int8, "bool": np.bool_}
 _ALIGNMENT = 16
-_GROUP = "tflite_weights"
 _PIECE = 1 << 24
 _ATTRIBUTES = bytes(flatbuffers.flexbuffers.Dumps({"epsilon": 1e-6}))
 _LATER = 1 << 40
@@ -54,19 +47,15 @@ class Model:
     _end: int = 0
 
     def __post_init__(self) -> None:
-        self.tree = schema.ModelT()
-        self.tree.version, self.tree.description = 3, self.description.encode()
+        self.tree = schema.ModelT(version=3, description=self.description.encode(), buffers=[schema.BufferT()])
         self.tree.operatorCodes, self.tree.subgraphs, self.tree.signatureDefs = [], [], []
-        self.tree.buffers = [schema.BufferT()]
         if self.external:
-            group = schema.ExternalBufferGroupT(name=_GROUP.encode())
+            group = schema.ExternalBufferGroupT(name=b"tflite_weights")
             self.tree.externalBufferGroups, self.tree.externalBuffers = [group], []
 
     def graph(self, name: str) -> Graph:
-        """A new subgraph."""
-        made = schema.SubGraphT(name=name.encode(), tensors=[], operators=[], inputs=[], outputs=[])
-        self.tree.subgraphs.append(made)
-        return Graph(self, made, len(self.tree.subgraphs) - 1)
+        subgraph = schema.SubGraphT(name=name.encode(), tensors=[], operators=[], inputs=[], outputs=[])
+        return Graph(self, subgraph, added(self.tree.subgraphs, subgraph))
 
     def place(self, key: str, size: int, data: bytes | None) -> int:
         """Buffer, or external buffer, of the constant ``key``; one for all that ask for it."""
@@ -75,20 +64,13 @@ class Model:
         stored = self.stored[key] = Stored(size, data, self._end)
         self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self.external:
-            made = schema.ExternalBufferT(
-                id=0x80000000 | len(self.tree.externalBuffers),
-                group=0,
-                offset=stored.at,
-                length=size,
-                packing=b"unpacked",
-            )
-            self.tree.externalBuffers.append(made)
-            self._places[key] = made.id
+            number = 0x80000000 | len(self.tree.externalBuffers)
+            entry = schema.ExternalBufferT(id=number, group=0, offset=stored.at, length=size, packing=b"unpacked")
+            self.tree.externalBuffers.append(entry)
         else:
-            buffer = schema.BufferT(offset=_LATER + stored.at, size=size)
-            self.tree.buffers.append(buffer)
-            self._places[key] = len(self.tree.buffers) - 1
-        return self._places[key]
+            number = added(self.tree.buffers, schema.BufferT(offset=_LATER + stored.at, size=size))
+        self._places[key] = number
+        return number
 
     def packed(self) -> bytes:
         """The flatbuffer, with true offsets."""
@@ -127,17 +109,12 @@ class Graph:
     outputs: dict[str, int] = field(default_factory=dict)
 
     def shape(self, value: int) -> list[int]:
-        """Its shape."""
         return list(self.made.tensors[value].shape)
 
     def tensor(self, shape: Sequence[int], kind: str = "f32", name: str = "") -> int:
         """A tensor without a buffer."""
-        tensor = schema.TensorT(
-            name=(name or f"v{len(self.made.tensors)}").encode(),
-            shape=[int(size) for size in shape],
-            type=_TYPES[kind],
-            buffer=0,
-        )
+        label, sizes = name or f"v{len(self.made.tensors)}", [int(size) for size in shape]
+        tensor = schema.TensorT(name=label.encode(), shape=sizes, type=type_of(_DTYPES[kind]), buffer=0)
         return added(self.made.tensors, tensor)
 
     def input(self, name: str, shape: Sequence[int], kind: str = "f32") -> int:
@@ -158,9 +135,10 @@ class Graph:
         array = np.asarray(values, _DTYPES[kind])
         index = self.tensor(array.shape, kind, f"c{len(self.made.tensors)}")
         data = array.tobytes()
-        self._put(
-            index, self.model.place(key, len(data), data) if key else add_buffer(self.model.tree, data), bool(key)
-        )
+        if key:
+            self._put_outside(index, self.model.place(key, len(data), data))
+        else:
+            self.made.tensors[index].buffer = add_buffer(self.model.tree, data)
         return index
 
     def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
@@ -171,41 +149,33 @@ class Graph:
         # Their deviation is that of the base's own weights.
         scale = np.full(rows, 3.5 / 2**bits * width**-0.5, np.float32)
         tensor.quantization = schema.QuantizationParametersT(scale=scale, zeroPoint=np.zeros(rows, np.int64))
-        self._put(index, self.model.place(key, rows * width * bits // 8, None), True)
+        self._put_outside(index, self.model.place(key, rows * width * bits // 8, None))
         return index
 
-    def _put(self, index: int, place: int, outside: bool) -> None:
-        tensor = self.made.tensors[index]
-        if outside and self.model.external:
-            tensor.externalBuffer = place
-        else:
-            tensor.buffer = place
+    def _put_outside(self, index: int, place: int) -> None:
+        setattr(self.made.tensors[index], "externalBuffer" if self.model.external else "buffer", place)
 
     def op(self, name: str, inputs: Sequence[int], shape: Sequence[int], options: Any = None, kind: str = "f32") -> int:
         """An operator of one result."""
-        made = schema.OperatorT(
-            opcodeIndex=code_of(self.model.tree, name), inputs=list(inputs), outputs=[self.tensor(shape, kind)]
-        )
+        code, result = code_of(self.model.tree, name), self.tensor(shape, kind)
+        op = schema.OperatorT(opcodeIndex=code, inputs=list(inputs), outputs=[result])
         if isinstance(options, schema.StableHLOCompositeOptionsT):
-            made.builtinOptions2 = options
-            made.builtinOptions2Type = schema.BuiltinOptions2.StableHLOCompositeOptions
+            op.builtinOptions2 = options
+            op.builtinOptions2Type = schema.BuiltinOptions2.StableHLOCompositeOptions
         elif options is not None:
-            made.builtinOptions = options
-            made.builtinOptionsType = getattr(schema.BuiltinOptions, type(options).__name__.removesuffix("T"))
-        self.made.operators.append(made)
-        return int(made.outputs[0])
+            op.builtinOptions = options
+            op.builtinOptionsType = getattr(schema.BuiltinOptions, type(options).__name__.removesuffix("T"))
+        self.made.operators.append(op)
+        return result
 
     def reshape(self, value: int, shape: Sequence[int]) -> int:
-        """``value`` in another shape."""
         return self.op("RESHAPE", [value, self.constant(list(shape), "i32")], shape)
 
     def transpose(self, value: int, axes: Sequence[int]) -> int:
-        """``value`` with its axes in another order."""
         shape = self.shape(value)
         return self.op("TRANSPOSE", [value, self.constant(list(axes), "i32")], [shape[axis] for axis in axes])
 
     def part(self, value: int, begin: Sequence[int], size: Sequence[int], kind: str = "f32") -> int:
-        """A slice."""
         return self.op("SLICE", [value, self.constant(begin, "i32"), self.constant(size, "i32")], size, kind=kind)
 
     def joined(self, values: Sequence[int], axis: int, kind: str = "f32") -> int:
@@ -216,7 +186,6 @@ class Graph:
         return self.op("CONCATENATION", values, shape, options, kind)
 
     def times(self, value: int, number: float) -> int:
-        """``value`` times a constant."""
         return self.op("MUL", [value, self.constant(number)], self.shape(value))
 
     def plus(self, left: int, right: int) -> int:
@@ -248,10 +217,9 @@ class Graph:
         shape = self.shape(value)
         body = self.model.graph(f"rms_norm.{self.index}.{len(self.made.operators)}")
         result = body.normed(body.input("x", shape))
-        given = [value]
+        operands = [value]
         if key:
-            weight = np.linspace(0.8, 1.2, shape[-1])
-            given.append(self.constant(weight, key=key))
+            operands.append(self.constant(np.linspace(0.8, 1.2, shape[-1]), key=key))
             result = body.op("MUL", [result, body.input("weight", [shape[-1]])], shape)
         body.made.inputs, body.made.outputs = list(body.inputs.values()), [result]
         composite = schema.StableHLOCompositeOptionsT(
@@ -260,15 +228,14 @@ class Graph:
             version=1,
             compositeAttributes=np.frombuffer(_ATTRIBUTES, np.uint8),
         )
-        return self.op("STABLEHLO_COMPOSITE", given, shape, composite)
+        return self.op("STABLEHLO_COMPOSITE", operands, shape, composite)
 
     def sign(self, key: str) -> None:
         """Make a signature of it."""
-        made = schema.SignatureDefT(
-            signatureKey=key.encode(), subgraphIndex=self.index, inputs=_maps(self.inputs), outputs=_maps(self.outputs)
-        )
+        signature = schema.SignatureDefT(signatureKey=key.encode(), subgraphIndex=self.index)
+        signature.inputs, signature.outputs = _maps(self.inputs), _maps(self.outputs)
         self.made.inputs, self.made.outputs = list(self.inputs.values()), list(self.outputs.values())
-        self.model.tree.signatureDefs.append(made)
+        self.model.tree.signatureDefs.append(signature)
 
 
 def _maps(names: Mapping[str, int]) -> list[Any]:

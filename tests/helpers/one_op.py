@@ -14,19 +14,6 @@ from seam import FlatGraph, evaluate, flat
 
 from helpers.make_bundle import add_buffer, added, code_of, pack
 
-_TYPES = {
-    "float32": schema.TensorType.FLOAT32,
-    "float16": schema.TensorType.FLOAT16,
-    "bfloat16": schema.TensorType.BFLOAT16,
-    "int4": schema.TensorType.INT4,
-    "int8": schema.TensorType.INT8,
-    "uint8": schema.TensorType.UINT8,
-    "int16": schema.TensorType.INT16,
-    "int32": schema.TensorType.INT32,
-    "int64": schema.TensorType.INT64,
-    "bool": schema.TensorType.BOOL,
-}
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -59,12 +46,10 @@ class OneOp:
 
     def model(self, shapes: Sequence[Sequence[int]] = ()) -> bytes:
         """The model, packed; without ``shapes`` of results the runtime finds them, unless it asks for them."""
-        model = schema.ModelT(version=3, description=b"one op")
-        model.operatorCodes, model.buffers = [], [schema.BufferT()]
+        op = schema.OperatorT(opcodeIndex=0, inputs=[], outputs=[])
+        graph = schema.SubGraphT(name=b"main", tensors=[], inputs=[], operators=[op])
+        model = schema.ModelT(version=3, description=b"one op", operatorCodes=[], buffers=[schema.BufferT()])
         code_of(model, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1))
-        graph = schema.SubGraphT(name=b"main", tensors=[])
-        graph.inputs, op = [], schema.OperatorT()
-        op.opcodeIndex, op.inputs = 0, []
         for position, operand in enumerate(self.operands):
             if operand is None:
                 op.inputs.append(-1)
@@ -78,22 +63,19 @@ class OneOp:
             else:
                 graph.inputs.append(len(graph.tensors))
             op.inputs.append(added(graph.tensors, tensor))
-        op.outputs = []
         for position, kind in enumerate(self.results):
             shape = shapes[position] if shapes else self.result_shape
             op.outputs.append(added(graph.tensors, _tensor(f"o{position}", shape, kind, self.result_grid)))
         if self.options is not None:
             op.builtinOptions = self.options
             op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
-        graph.operators, graph.outputs = [op], op.outputs
-        model.subgraphs = [graph]
-        inputs, outputs = (
+        graph.outputs = op.outputs
+        signature = schema.SignatureDefT(signatureKey=b"main", subgraphIndex=0)
+        signature.inputs, signature.outputs = (
             [schema.TensorMapT(name=graph.tensors[i].name, tensorIndex=i) for i in ends]
             for ends in (graph.inputs, graph.outputs)
         )
-        model.signatureDefs = [
-            schema.SignatureDefT(signatureKey=b"main", subgraphIndex=0, inputs=inputs, outputs=outputs)
-        ]
+        model.subgraphs, model.signatureDefs = [graph], [signature]
         return pack(model)
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
@@ -109,13 +91,13 @@ class OneOp:
         for detail in interpreter.get_input_details():
             interpreter.set_tensor(detail["index"], self.inputs()[detail["name"]])
         interpreter.invoke()
-        made = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-        return [_real(values, self.result_grid) for values in made]
+        results = [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
+        return [_real(values, self.result_grid) for values in results]
 
     def flat(self) -> FlatGraph:
         """The graph of the model, whose results have the shapes that the interpreter finds, if it runs."""
         try:
-            shapes = [made.shape for made in self.interpreted()]
+            shapes = [result.shape for result in self.interpreted()]
         except (RuntimeError, ValueError):
             shapes = []
         return flat(self.model(shapes))
@@ -128,7 +110,7 @@ class OneOp:
     def evaluated(self) -> list[npt.NDArray[Any]]:
         """The evaluator's results."""
         graph = self.flat()
-        return [made[0] for made in evaluate(graph, self.samples(), list(graph.outputs.values()))]
+        return [values[0] for values in evaluate(graph, self.samples(), list(graph.outputs.values()))]
 
 
 def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
@@ -138,10 +120,10 @@ def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
 
 
 def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:
-    tensor = schema.TensorT(name=name.encode(), shape=list(shape), type=_TYPES[kind], buffer=0)
+    number = getattr(schema.TensorType, kind.upper())
+    tensor = schema.TensorT(name=name.encode(), shape=list(shape), type=number, buffer=0)
     if grid is not None:
-        scale, zero_point = np.array(grid.scale, np.float32), np.array(grid.zero_point, np.int64)
-        tensor.quantization = schema.QuantizationParametersT(
-            scale=scale, zeroPoint=zero_point, quantizedDimension=grid.axis
-        )
+        quantization = tensor.quantization = schema.QuantizationParametersT(quantizedDimension=grid.axis)
+        quantization.scale = np.array(grid.scale, np.float32)
+        quantization.zeroPoint = np.array(grid.zero_point, np.int64)
     return tensor
