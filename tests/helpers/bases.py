@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from seam import DTYPES, TfliteModel, base
 
 from helpers.first_pair import first_base, first_bundle
@@ -40,34 +39,26 @@ def base_with(
     (out / "config.json").write_text(json.dumps(read | top))
     weights = load_file(first_base() / "model.safetensors")
     change(weights)
-    stored = {name: _stored(name, np.ascontiguousarray(weight), dtype) for name, weight in weights.items()}
+    weights = in_dtype(weights, dtype)
     if shards == 1:
-        _write(out / "model.safetensors", stored)
+        save_file(weights, out / "model.safetensors")
         return out
-    placed = {name: f"model-{index % shards + 1:05d}-of-{shards:05d}.safetensors" for index, name in enumerate(stored)}
+    placed = {name: f"model-{index % shards + 1:05d}-of-{shards:05d}.safetensors" for index, name in enumerate(weights)}
     for file in set(placed.values()):
-        _write(out / file, {name: entry for name, entry in stored.items() if placed[name] == file})
+        save_file({name: weight for name, weight in weights.items() if placed[name] == file}, out / file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return out
 
 
-_NAMES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
-
-
-def _stored(name: str, weight: npt.NDArray[Any], dtype: str) -> tuple[str, tuple[int, ...], bytes]:
-    if dtype:
-        kind = DTYPES[dtype]
-        return kind.safetensors, weight.shape, kind.narrow(weight.reshape(-1), name).tobytes()
-    return _NAMES[str(weight.dtype)], weight.shape, weight.tobytes()
-
-
-def _write(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    header, at = {}, 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+def in_dtype(weights: Weights, dtype: str) -> Weights:
+    """``weights`` rounded to ``dtype`` (f16, bf16), or as they are."""
+    if not dtype:
+        return {name: np.ascontiguousarray(weight) for name, weight in weights.items()}
+    kind = DTYPES[dtype]
+    return {
+        name: kind.narrow(weight.reshape(-1), name).view(kind.transformers).reshape(weight.shape)
+        for name, weight in weights.items()
+    }
 
 
 def patched(out: Path, bytes_at: Mapping[int, bytes]) -> Path:

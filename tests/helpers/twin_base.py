@@ -19,11 +19,12 @@ import numpy.typing as npt
 import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
+from safetensors.numpy import save_file
 from seam import GEMMA4, read_base, roles_of
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from helpers.bases import PREFIX, Weights, _stored, _write
-from helpers.make_bundle import added, bundle, code_of, kind, load, pack, parts_of, set_buffer
+from helpers.bases import PREFIX, Weights, in_dtype
+from helpers.make_bundle import added, bundle, code_of, kind, load, on_model, pack, parts_of, set_buffer
 
 _DATA = Path(__file__).resolve().parent.parent / "data" / "twin_base"
 TWIN, MOBILE = _DATA / "bundle.litertlm", _DATA / "mobile"
@@ -46,7 +47,7 @@ def twin_base(out: Path, change: Callable[[Weights], None] = lambda weights: Non
     (out / "config.json").write_text(json.dumps(config))
     weights = floats()
     change(weights)
-    _write(out / "model.safetensors", {name: _stored(name, weight, dtype) for name, weight in weights.items()})
+    save_file(in_dtype(weights, dtype), out / "model.safetensors")
     return out
 
 
@@ -108,7 +109,7 @@ def edited_twin(out: Path, source: Path = TWIN, **edits: Edit) -> Path:
     """The bundle, or another of its kind, with the models of the sections that ``edits`` name changed, as trees."""
     parts = parts_of(source)
     for index, part in enumerate(parts):
-        edit = edits.get(str(part.items["model_type"]).removeprefix("tf_lite_"))
+        edit = edits.get(part.items["model_type"].removeprefix("tf_lite_"))
         if edit is not None:
             model = load(part.data)
             edit(model)
@@ -130,59 +131,49 @@ def numbers_of(model: Any, tensor: Any) -> npt.NDArray[np.float32]:
     return np.frombuffer(bytes(data), np.float32)
 
 
-def scaled_matrix(name: str, factor: float) -> Edit:
+def _tensors(model: Any) -> list[Any]:
+    return [tensor for graph in model.subgraphs for tensor in graph.tensors]
+
+
+@on_model
+def scaled_matrix(model: Any, name: str, factor: float) -> None:
     """The scales of every matrix whose tensor is called ``name…`` times ``factor``."""
-
-    def edit(model: Any) -> None:
-        for graph in model.subgraphs:
-            for tensor in graph.tensors:
-                if tensor.name.decode().startswith(name) and tensor.buffer and tensor.quantization is not None:
-                    tensor.quantization.scale = (tensor.quantization.scale * np.float32(factor)).astype(np.float32)
-
-    return edit
+    for tensor in _tensors(model):
+        if tensor.name.decode().startswith(name) and tensor.buffer and tensor.quantization is not None:
+            tensor.quantization.scale = (tensor.quantization.scale * np.float32(factor)).astype(np.float32)
 
 
-def number(old: float, new: float) -> Edit:
+@on_model
+def number(model: Any, old: float, new: float) -> None:
     """Wherever ``old`` multiplies a value it is ``new``."""
-
-    def edit(model: Any) -> None:
-        for graph in model.subgraphs:
-            for tensor in graph.tensors:
-                held = numbers_of(model, tensor)
-                if held.size == 1 and held[0] == np.float32(old):
-                    set_buffer(model, tensor, np.float32(new).tobytes())
-
-    return edit
+    for tensor in _tensors(model):
+        values = numbers_of(model, tensor)
+        if values.size == 1 and values[0] == np.float32(old):
+            set_buffer(model, tensor, np.float32(new).tobytes())
 
 
-def multiplied(op_kind: str, width: tuple[int, ...], factor: float) -> Edit:
+@on_model
+def multiplied(model: Any, op_kind: str, width: tuple[int, ...], factor: float) -> None:
     """Results of the operators ``op_kind`` whose last axes are ``width``, times ``factor``."""
-
-    def edit(model: Any) -> None:
-        for graph in model.subgraphs:
-            for op in list(graph.operators):
-                result = op.outputs[0]
-                if kind(model, op) != op_kind or tuple(graph.tensors[result].shape[-len(width) :]) != width:
-                    continue
-                before = added(graph.tensors, copy.deepcopy(graph.tensors[result]))
-                constant = schema.TensorT(name=b"factor", shape=[], type=schema.TensorType.FLOAT32)
-                set_buffer(model, constant, np.float32(factor).tobytes())
-                op.outputs = [before]
-                product = schema.OperatorT(
-                    opcodeIndex=code_of(model, "MUL"),
-                    inputs=[before, added(graph.tensors, constant)],
-                    outputs=[result],
-                    builtinOptionsType=schema.BuiltinOptions.MulOptions,
-                    builtinOptions=schema.MulOptionsT(),
-                )
-                graph.operators.insert(graph.operators.index(op) + 1, product)
-
-    return edit
+    for graph in model.subgraphs:
+        for op in list(graph.operators):
+            result = op.outputs[0]
+            if kind(model, op) != op_kind or tuple(graph.tensors[result].shape[-len(width) :]) != width:
+                continue
+            before = added(graph.tensors, copy.deepcopy(graph.tensors[result]))
+            constant = schema.TensorT(name=b"factor", shape=[], type=schema.TensorType.FLOAT32)
+            set_buffer(model, constant, np.float32(factor).tobytes())
+            op.outputs = [before]
+            product = schema.OperatorT(opcodeIndex=code_of(model, "MUL"), outputs=[result])
+            product.inputs = [before, added(graph.tensors, constant)]
+            product.builtinOptionsType = schema.BuiltinOptions.MulOptions
+            product.builtinOptions = schema.MulOptionsT()
+            graph.operators.insert(graph.operators.index(op) + 1, product)
 
 
 def own_norms(model: Any) -> None:
     """Every signature gets its own copy of each constant in floats."""
-    for graph in model.subgraphs:
-        for tensor in graph.tensors:
-            if (held := numbers_of(model, tensor)).size:
-                set_buffer(model, tensor, held.tobytes())
+    for tensor in _tensors(model):
+        values = numbers_of(model, tensor)
+        if values.size:
+            set_buffer(model, tensor, values.tobytes())
