@@ -63,7 +63,7 @@ class Evaluator:
         """The base's own greedy text, prompt included."""
         ids = torch.tensor([prompt])
         out = self.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
-        return [int(token) for token in out[0]]
+        return out[0].tolist()
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, SharedKV]:
@@ -82,8 +82,7 @@ class Evaluator:
         real = index >= 0
         shared = {}
         for name, (keys, values) in kv.items():
-            kept = index[:, -self.window :] if name == "sliding_attention" else index
-            rows = kept.clamp(min=0)
+            rows = (index[:, -self.window :] if name == "sliding_attention" else index).clamp(min=0)
             shared[name] = tuple(part[0][:, rows].transpose(0, 1) for part in (keys, values))
         mask = None if bool(real.all()) else real.long()
         token, state = torch.tensor(list(tokens))[place][:, None], hidden[place - 1][:, None]

@@ -109,6 +109,9 @@ class HubServer:
     def url(self, name: str = "hub") -> str:
         return self._servers[name].url
 
+    def blob_url(self, oid: str) -> str:
+        return f"{self.url('storage')}/blob/{oid}?sig={SIGNATURE}"
+
     @property
     def errors(self) -> list[BaseException | None]:
         """What went wrong in here."""
@@ -145,8 +148,7 @@ class HubServer:
     def tree(self, repo: Repo) -> list[dict[str, Any]]:
         entries = []
         for path, (content, lfs) in repo.files.items():
-            size = len(content.data)
-            oid = "f" * 40 if lfs else content.git
+            size, oid = len(content.data), "f" * 40 if lfs else content.git
             entry: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": oid}
             entries.append(entry | ({"lfs": {"oid": content.sha256, "size": size, "pointerSize": 134}} if lfs else {}))
         return entries
@@ -155,14 +157,16 @@ class HubServer:
 class _Handler(Handler):
     server_name: str
     state: HubServer
+    fault: Fault | None = None
 
     # --- answers
 
     def refuse(self, status: int, code: str, message: str = "no") -> None:
         self.json({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
 
-    def faulty(self, fault: Fault | None) -> bool:
-        """Answer with the fault's status, if it has one."""
+    def faulty(self, where: str) -> bool:
+        """Take the fault that is due at ``where``; answer with its status, if it has one."""
+        fault = self.fault = self.state.take(where)
         if fault is not None and fault.drop:
             self.close_connection = True
             self.connection.close()
@@ -170,11 +174,11 @@ class _Handler(Handler):
         if fault is None or not fault.status:
             return False
         quoted = f"refused: {self.headers.get('authorization')}"
-        headers = {name.replace("-", "_"): value for name, value in fault.headers.items()}
-        self.json({"error": quoted}, fault.status, **headers)
+        self.json({"error": quoted}, fault.status, **fault.headers)
         return True
 
-    def content(self, content: Content, fault: Fault | None, **headers: str) -> None:
+    def content(self, content: Content, **headers: str) -> None:
+        """As much of it as is asked for, and as the present fault lets through."""
         size = len(content.data)
         begin, end, status = 0, size, 200
         asked = self.headers.get("range")
@@ -192,8 +196,8 @@ class _Handler(Handler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if fault is not None and fault.cut is not None:
-            end, self.close_connection = min(end, begin + fault.cut), True
+        if self.fault is not None and self.fault.cut is not None:
+            end, self.close_connection = min(end, begin + self.fault.cut), True
         for at in range(begin, end, 1 << 16):
             piece = content.data[at : min(at + (1 << 16), end)]
             # Before it is sent: who has it may look at once.
@@ -206,7 +210,6 @@ class _Handler(Handler):
                 return
 
     def count(self, sent: int) -> None:
-        """Take note of bytes that were sent."""
         with self.state.lock:
             self.state.sent[self.server_name] += sent
 
@@ -234,9 +237,8 @@ class _Handler(Handler):
         if self.server_name == "storage":
             self.storage(path, parts.query, body)
         elif path in self.state.plain:
-            fault = self.state.take("plain")
-            if not self.faulty(fault):
-                self.content(self.state.plain[path], fault)
+            if not self.faulty("plain"):
+                self.content(self.state.plain[path])
         elif "/resolve/" in path:
             self.resolve(path)
         elif path.endswith(".git/info/lfs/objects/batch"):
@@ -251,14 +253,11 @@ class _Handler(Handler):
         if parse_qs(query).get("sig") != [SIGNATURE]:
             self.answer(403)
         elif self.command == "PUT":
-            if not self.faulty(self.state.take("put")):
-                kept = body if self.state.keep else bytes([body[0] ^ 1]) + body[1:]
-                self.state.blobs[oid] = Content(kept, hashlib.sha256(kept).hexdigest())
+            if not self.faulty("put"):
+                self.state.blobs[oid] = Content.of(body if self.state.keep else bytes([body[0] ^ 1]) + body[1:])
                 self.answer(200)
-        else:
-            fault = self.state.take("storage")
-            if not self.faulty(fault):
-                self.content(self.state.blobs[oid], fault)
+        elif not self.faulty("storage"):
+            self.content(self.state.blobs[oid])
 
     def reachable(self, name: str) -> Repo | None:
         """The repository, or None after an answer that says why not, as the Hub says it."""
@@ -275,8 +274,7 @@ class _Handler(Handler):
         return None
 
     def resolve(self, path: str) -> None:
-        fault = self.state.take("resolve")
-        if self.faulty(fault):
+        if self.faulty("resolve"):
             return
         name, _, rest = path.strip("/").partition("/resolve/")
         revision, _, file = rest.partition("/")
@@ -292,25 +290,22 @@ class _Handler(Handler):
             content, lfs = held[file]
             headers = {"X-Repo-Commit": revision if revision in repo.older else repo.commit}
             if not lfs:
-                self.content(content, fault, ETag=f'"{content.git}"', **headers)
+                self.content(content, ETag=f'"{content.git}"', **headers)
                 return
             headers |= {
-                "Location": f"{self.state.url('storage')}/blob/{content.sha256}?sig={SIGNATURE}",
+                "Location": self.state.blob_url(content.sha256),
                 "X-Linked-Etag": f'"{content.sha256}"',
                 "X-Linked-Size": str(len(content.data)),
             }
             self.answer(302, **headers | self.state.linked)
 
     def batch(self, asked: dict[str, Any]) -> None:
-        if self.faulty(self.state.take("batch")):
+        if self.faulty("batch"):
             return
-        objects = []
-        for one in asked["objects"]:
-            entry = {"oid": one["oid"], "size": one["size"]}
-            if one["oid"] not in self.state.blobs:
-                href = f"{self.state.url('storage')}/blob/{one['oid']}?sig={SIGNATURE}"
-                entry["actions"] = {"upload": {"href": href}}
-            objects.append(entry)
+        objects = [{"oid": file["oid"], "size": file["size"]} for file in asked["objects"]]
+        for entry in objects:
+            if entry["oid"] not in self.state.blobs:
+                entry["actions"] = {"upload": {"href": self.state.blob_url(entry["oid"])}}
         self.json({"transfer": "basic", "objects": objects})
 
     def api(self, path: str, body: bytes) -> None:
@@ -329,7 +324,7 @@ class _Handler(Handler):
 
     def create(self, asked: dict[str, Any]) -> None:
         name = f"{asked['organization']}/{asked['name']}"
-        if self.faulty(self.state.take("create")):
+        if self.faulty("create"):
             return
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
             self.refuse(401, "", "Invalid credentials in Authorization header")
@@ -338,15 +333,14 @@ class _Handler(Handler):
         elif name in self.state.repos:
             self.refuse(409, "", "You already created this model repo")
         else:
-            self.state.repos[name] = Repo(
-                commit="0" * 40, private=asked.get("visibility") == "private" or bool(asked.get("private"))
-            )
-            self.state.repos[name].files[".gitattributes"] = (Content.of(b"*.safetensors filter=lfs\n"), False)
+            private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            attributes = Content.of(b"*.safetensors filter=lfs\n")
+            self.state.repos[name] = Repo({".gitattributes": (attributes, False)}, "0" * 40, private=private)
             self.json({"url": f"{self.state.url()}/{name}"})
 
     def repo(self, name: str, repo: Repo, what: str, body: bytes) -> None:
         asked = urlsplit(self.path)
-        if self.faulty(self.state.take("info" if what in ("", "revision") else what)):
+        if self.faulty("info" if what in ("", "revision") else what):
             return
         if what == "revision" and asked.path.rpartition("/")[2] not in ("main", repo.commit):
             self.refuse(404, "RevisionNotFound")

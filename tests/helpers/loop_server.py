@@ -18,15 +18,11 @@ from mtp_extract.speculate.loop import Generation, Round, SpeculativeGenerator
 
 def account_of(tokens: int, rounds: Sequence[Round]) -> Mapping[str, int]:
     """What a server counts of an answer: rounds in which nothing is drafted are none."""
-    made = [one for one in rounds if one.drafted]
-    counted = Counter(
-        requests=1,
-        tokens=tokens,
-        rounds=len(made),
-        drafted=sum(one.drafted for one in made),
-        accepted=sum(one.accepted for one in made),
-    )
-    counted.update(f"accepted_{step}" for one in made for step in range(one.accepted))
+    drafting = [one for one in rounds if one.drafted]
+    counted = Counter(requests=1, tokens=tokens, rounds=len(drafting), drafted=0, accepted=0)
+    for one in drafting:
+        counted.update(drafted=one.drafted, accepted=one.accepted)
+        counted.update(f"accepted_{step}" for step in range(one.accepted))
     return counted
 
 
@@ -39,8 +35,7 @@ def writer(generator: SpeculativeGenerator, drafts: int = 3) -> Callable[[dict[s
         if "messages" in asked and (codec.has_template or len(asked["messages"]) > 1):
             prompt = codec.encode(asked["messages"])
         else:
-            text = asked["messages"][0]["content"] if "messages" in asked else asked["prompt"]
-            prompt = codec.encode(text)
+            prompt = codec.encode(prompt_of(asked))
         options: Any = {"temperature": asked.get("temperature", 1.0), "seed": asked.get("seed", 0), "drafts": drafts}
         with alone:
             made = generator.generate(prompt, max_new_tokens=asked["max_tokens"], **options)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +135,13 @@ class ModelServer:
         by_position = [(rf'.*_per_pos_total\{{.*position="{n}"\}}', f"accepted_{n}") for n in range(4)]
         for name, what in (*self.manner.moves, *by_position):
             if self.drafts or what in ("requests", "tokens"):
-                moved = partial(_moved, self.moved[what])
-                text, found = re.subn(rf"^({name}(?:\{{.*\}})? )(\S+)$", moved, text, count=1, flags=re.MULTILINE)
-                assert found or what.startswith("accepted_")
+                line = re.search(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+                assert line or what.startswith("accepted_")
+                if line:
+                    text = f"{text[: line.start(1)]}{float(line[1]) + self.moved[what]}{text[line.end(1) :]}"
             else:
                 text = re.sub(rf"^.*{name}.*\n", "", text, flags=re.MULTILINE)
         return text
-
-
-def _moved(by: int, line: re.Match[str]) -> str:
-    return f"{line[1]}{float(line[2]) + by}"
 
 
 class _Handler(Handler):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mtp_extract.architecture import shapes_of
-from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.network import with_weights
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -27,18 +27,12 @@ PROMPTS = (
 
 # What is particular to each kind of Gemma 4 stays inside the base: attention without a scale, K for V, RoPE of a part
 # of the head, two kinds of caches, embeddings per layer, caches that the last layers share, experts.
+_LARGE = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "E4B": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
-    "31B": {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "26B": {
-        "num_kv_shared_layers": 0,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    },
+    "31B": _LARGE,
+    "26B": _LARGE | _EXPERTS,
 }
 
 
@@ -77,13 +71,7 @@ def random_base(seed: int = 0, **changes: Any) -> Any:
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 5,
-        "layer_types": [
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "sliding_attention",
-            "full_attention",
-        ],
+        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
         "num_kv_shared_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -117,12 +105,11 @@ def drafter_from(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], dty
 def random_drafter(base: Any, seed: int = 1, **changes: Any) -> MtpDrafter:
     """A random drafter that fits ``base``."""
     text = base.config.get_text_config()
-    rope = {"sliding_attention": RopeConfig(1e4), "full_attention": RopeConfig(1e6, partial_rotary_factor=0.25)}
+    rope = {SLIDING: RopeConfig(1e4), FULL: RopeConfig(1e6, partial_rotary_factor=0.25)}
 
     def layer(kind: str) -> LayerConfig:
-        index = text.layer_types.index(kind)
-        shape = text.per_layer_config[index]
-        window = text.sliding_window if kind == "sliding_attention" else None
+        shape = text.per_layer_config[text.layer_types.index(kind)]
+        window = text.sliding_window if kind == SLIDING else None
         return LayerConfig(kind, shape.head_dim, shape.num_key_value_heads, window, rope[kind])
 
     settings = {
