@@ -51,22 +51,18 @@ def test_the_builder_writes_sound_bundles(tmp_path: Path, sample: Path) -> None:
         assert "model.safetensors" in extract(path, tmp_path / name).files
 
 
-def boundaries(path: Path) -> list[int]:
-    """Lengths at which a copy of ``path`` is cut: around its header, its sections, and inside the drafter."""
-    with open_bundle(path) as opened:
+def test_truncated_at_every_boundary(tmp_path: Path, sample: Path) -> None:
+    """Around the header and the sections, and inside of them."""
+    content = sample.read_bytes()
+    with open_bundle(sample) as opened:
         assert opened.bundle is not None
         cuts = {1, 7, 8, 9, 12, 24, 31, 32, 36, 40, opened.bundle.header_end // 2, opened.bundle.header_end - 1}
         for section in opened.sections:
             cuts |= {section.begin - 1, section.begin, section.begin + 1, section.begin + section.size // 2}
             cuts |= {section.end - 1, section.end}
-    return sorted(cuts - {path.stat().st_size})
-
-
-def test_truncated_at_every_boundary(tmp_path: Path, sample: Path) -> None:
-    whole = sample.read_bytes()
     path = tmp_path / "cut.litertlm"
-    for cut in boundaries(sample):
-        path.write_bytes(whole[:cut])
+    for cut in sorted(cuts - {len(content)}):
+        path.write_bytes(content[:cut])
         refuse(path, tmp_path / "out" / "x", MtpExtractError, r"cut\.litertlm")
 
 
@@ -130,15 +126,15 @@ def header_of(build: Callable[[flatbuffers.Builder], int]) -> bytes:
     return struct.pack("<8s3I4xQ", b"LITERTLM", 1, 7, 0, 32 + len(listing)) + listing
 
 
-def same_section_again_and_again(builder: flatbuffers.Builder, count: int = 1 << 20) -> int:
-    sections = vector(builder, [table(builder, 4)] * count)
-    return table(builder, 2, (TABLE, 1, table(builder, 1, (TABLE, 0, sections))))
-
-
 def test_a_million_sections_that_are_one() -> None:
     """Four megabytes of offsets to one table must not become a million sections."""
+
+    def listing(builder: flatbuffers.Builder) -> int:
+        sections = vector(builder, [table(builder, 4)] * (1 << 20))
+        return table(builder, 2, (TABLE, 1, table(builder, 1, (TABLE, 0, sections))))
+
     with pytest.raises(FormatError, match="more elements"):
-        open_bundle(Memory(header_of(same_section_again_and_again)))
+        open_bundle(Memory(header_of(listing)))
 
 
 @pytest.mark.parametrize("value", [0xFFFFFFFF, 0x7FFFFFFF, 0x40000000, 1 << 20, 0])
@@ -169,14 +165,13 @@ def test_names_and_values_of_items(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"items.litertlm", "out"}
 
 
-def _float_item(builder: flatbuffers.Builder) -> int:
-    key, value = builder.CreateString("backend"), table(builder, 1, ("Float32", 0, float("nan")))
-    entries = vector(builder, [table(builder, 3, (TABLE, 0, key), ("Uint8", 1, 7), (TABLE, 2, value))])
-    return table(builder, 2, (TABLE, 0, table(builder, 1, (TABLE, 0, entries))))
-
-
 def test_an_item_that_is_not_a_number() -> None:
-    opened = open_bundle(Memory(header_of(_float_item)))
+    def listing(builder: flatbuffers.Builder) -> int:
+        key, value = builder.CreateString("backend"), table(builder, 1, ("Float32", 0, float("nan")))
+        entries = vector(builder, [table(builder, 3, (TABLE, 0, key), ("Uint8", 1, 7), (TABLE, 2, value))])
+        return table(builder, 2, (TABLE, 0, table(builder, 1, (TABLE, 0, entries))))
+
+    opened = open_bundle(Memory(header_of(listing)))
     assert opened.bundle is not None
     assert dict(opened.bundle.items) == {"backend": "nan"}
 

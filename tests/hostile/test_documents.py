@@ -156,7 +156,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["extraction.json", "config.json", "model.safetensors", "codes/codes.safetensors"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_is_no_file_is_not_waited_for(
     extracted: Path, sample: Path, tmp_path: Path, name: str, kind: str, recorded: bool
 ) -> None:

@@ -69,13 +69,8 @@ def work_of(data: bytes, use: Callable[[Any], object] = lambda model: None) -> i
     """What reading the model ``data``, and ``use`` of it, reads; a refusal ends it early."""
     source = _Counted(data)
     with suppress(MtpExtractError):
-        use(read_whole(source))
+        use(read_model(Region(source, 0, source.size, "the model")))
     return source.work
-
-
-def read_whole(source: Memory) -> Any:
-    """The TFLite model that ``source`` is."""
-    return read_model(Region(source, 0, source.size, "the model"))
 
 
 def require_linear(work: dict[int, int]) -> None:
@@ -142,86 +137,77 @@ def test_every_damage_to_a_flexbuffer_ends_in_an_error_of_ours() -> None:
     assert 20 < refused < len(damaged) - 20
 
 
-def shared_attributes(count: int) -> bytes:
-    """``count`` composites with one vector of ``16 · count`` bytes of attributes."""
+def file_of(family: Callable[..., int], *numbers: int) -> bytes:
+    """The model whose root ``family`` builds."""
     builder = flatbuffers.Builder(1 << 16)
+    builder.Finish(family(builder, *numbers), b"TFL3")
+    return bytes(builder.Output())
+
+
+def shared_attributes(builder: flatbuffers.Builder, count: int) -> int:
+    """``count`` composites with one vector of ``16 · count`` bytes of attributes."""
     name, attributes = builder.CreateString("odml.rms_norm"), builder.CreateByteVector(bytes(16 * count))
     options = table(builder, 4, (TABLE, 0, name), (TABLE, 2, attributes))
     operators = [table(builder, 13, ("Uint8", 11, 21), (TABLE, 12, options)) for _ in range(count)]
     graphs = vector(builder, [table(builder, 4, (TABLE, 3, vector(builder, operators)))])
     number = schema.BuiltinOperator.STABLEHLO_COMPOSITE
     codes = vector(builder, [table(builder, 4, ("Int32", 3, number))])
-    builder.Finish(table(builder, 5, (TABLE, 1, codes), (TABLE, 2, graphs)), b"TFL3")
-    return bytes(builder.Output())
+    return table(builder, 5, (TABLE, 1, codes), (TABLE, 2, graphs))
 
 
-def shared_scales(count: int) -> bytes:
+def shared_scales(builder: flatbuffers.Builder, count: int) -> int:
     """``count`` tensors that share one vector of ``4 · count`` scales."""
-    builder = flatbuffers.Builder(1 << 16)
     scales = builder.CreateNumpyVector(np.ones(4 * count, np.float32))
     grids = [table(builder, 7, (TABLE, 2, scales)) for _ in range(count)]
     tensors = [table(builder, 5, ("Int8", 1, schema.TensorType.INT8), (TABLE, 4, grid)) for grid in grids]
     graphs = vector(builder, [table(builder, 4, (TABLE, 0, vector(builder, tensors)))])
-    buffers = vector(builder, [table(builder, 1)])
-    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, buffers)), b"TFL3")
-    return bytes(builder.Output())
+    return table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, vector(builder, [table(builder, 1)])))
 
 
-def shared_tables(count: int, buffers: int = 1) -> bytes:
+def shared_tables(builder: flatbuffers.Builder, count: int, buffers: int = 1) -> int:
     """``count`` subgraphs that are one, of ``count`` tensors that are one, with a name of ``count`` bytes."""
-    builder = flatbuffers.Builder(1 << 16)
     tensor = table(builder, 4, (TABLE, 3, builder.CreateString("x" * count)))
     graph = table(builder, 1, (TABLE, 0, vector(builder, [tensor] * count)))
     graphs, empty = vector(builder, [graph] * count), vector(builder, [table(builder, 1)] * buffers)
-    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, empty)), b"TFL3")
-    return bytes(builder.Output())
+    return table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, empty))
 
 
-def shared_vtable(count: int) -> bytes:
+def shared_vtable(builder: flatbuffers.Builder, count: int) -> int:
     """``count`` buffers whose one vtable has ``count`` fields."""
-    builder = flatbuffers.Builder(1 << 16)
     tables = [table(builder, count, ("Uint8", count - 1, 1)) for _ in range(count)]
     graphs = vector(builder, [table(builder, 1)])
-    builder.Finish(table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, vector(builder, tables))), b"TFL3")
-    return bytes(builder.Output())
+    return table(builder, 5, (TABLE, 2, graphs), (TABLE, 4, vector(builder, tables)))
 
 
-def listed_signatures(count: int) -> bytes:
+def listed_signatures(builder: flatbuffers.Builder, count: int) -> int:
     """A model of ``count`` tensors that lists one signature, of ``count // 10`` inputs, ``count`` times."""
-    builder = flatbuffers.Builder(1 << 16)
     texts = [builder.CreateString(f"input {index}") for index in range(count // 10)]
     names = [table(builder, 2, (TABLE, 0, text), ("Uint32", 1, index)) for index, text in enumerate(texts)]
     signature = table(builder, 5, (TABLE, 0, vector(builder, names)), (TABLE, 2, builder.CreateString("key")))
     tensors = vector(builder, [table(builder, 1) for _ in range(count)])
     graphs = vector(builder, [table(builder, 1, (TABLE, 0, tensors))])
     buffers, listed = vector(builder, [table(builder, 1)]), vector(builder, [signature] * count)
-    builder.Finish(table(builder, 8, (TABLE, 2, graphs), (TABLE, 4, buffers), (TABLE, 7, listed)), b"TFL3")
-    return bytes(builder.Output())
+    return table(builder, 8, (TABLE, 2, graphs), (TABLE, 4, buffers), (TABLE, 7, listed))
 
 
-def _all_scales(model: Any) -> None:
+def _scales_are_one(model: Any) -> None:
     arrays = [tensor.quantization.scale for tensor in model.subgraphs[0].tensors]
     assert all(np.shares_memory(array, arrays[0]) for array in arrays), "they are kept once"
 
 
-@pytest.mark.parametrize(
-    ("family", "use"),
-    [
-        (shared_attributes, lambda model: None),
-        (shared_scales, _all_scales),
-        (shared_tables, lambda model: None),
-        (shared_vtable, lambda model: None),
-        (listed_signatures, lambda model: None),
-    ],
-)
-def test_what_is_read_grows_with_the_bytes(family: Callable[[int], bytes], use: Callable[[Any], object]) -> None:
-    files = [family(count) for count in SIZES]
+FAMILIES = (shared_attributes, shared_scales, shared_tables, shared_vtable, listed_signatures)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_grows_with_the_bytes(family: Callable[..., int]) -> None:
+    use = _scales_are_one if family is shared_scales else lambda model: None
+    files = [file_of(family, count) for count in SIZES]
     require_linear({len(data): work_of(data, use) for data in files})
 
 
 def test_tables_that_are_shared_without_end_are_refused_by_that_name() -> None:
     with pytest.raises(FormatError, match=r"more elements.* by sharing parts"):
-        model_of(shared_tables(1000))
+        model_of(file_of(shared_tables, 1000))
 
 
 def test_many_small_files_that_describe_gigabytes_are_searched_no_further(
@@ -229,7 +215,7 @@ def test_many_small_files_that_describe_gigabytes_are_searched_no_further(
 ) -> None:
     """Many sections do not add up to more work than one file is worth."""
     monkeypatch.setattr(bundle_module, "_SEARCH_BUDGET", 100_000)
-    section = Part(3, shared_tables(1000), {"model_type": "tf_lite_aux"})
+    section = Part(3, file_of(shared_tables, 1000), {"model_type": "tf_lite_aux"})
     (tmp_path / "many.litertlm").write_bytes(bundle([section] * 40))
     with pytest.raises(NoDrafterError):
         extract(tmp_path / "many.litertlm", tmp_path / "out")
@@ -238,11 +224,11 @@ def test_many_small_files_that_describe_gigabytes_are_searched_no_further(
 
 def test_a_model_without_buffers_is_refused_by_the_buffer_that_a_tensor_names() -> None:
     with pytest.raises(FormatError, match="names buffer 0 of 0"):
-        model_of(shared_tables(1, buffers=0))
+        model_of(file_of(shared_tables, 1, 0))
 
 
 def test_a_signature_that_is_listed_several_times_is_one() -> None:
-    assert [signature.key for signature in model_of(listed_signatures(20)).signatures] == ["key"]
+    assert [signature.key for signature in model_of(file_of(listed_signatures, 20)).signatures] == ["key"]
 
 
 # -- computed constants ----------------------------------------------------------------------------------------------
@@ -298,36 +284,38 @@ def named_roles(layers: int) -> list[FoundRole]:
     return found
 
 
-def test_names_are_compared_in_a_time_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = dict[int, int]()
-    layers_of = roles_module._layers_of
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The patterns of names that are tried from now on."""
+    patterns, layers_of = list[str](), roles_module._layers_of
+    monkeypatch.setattr(
+        roles_module, "_layers_of", lambda pattern, names: patterns.append(pattern) or layers_of(pattern, names)
+    )
+    return patterns
+
+
+def test_names_are_compared_in_a_time_that_grows_with_their_number(tried: list[str]) -> None:
+    work = dict[int, int]()
     for layers in (5, 20, 80):
         found = [role for role in named_roles(layers) if len(role.shape) == 1]
-        pieces = list[int]()
-        monkeypatch.setattr(
-            roles_module, "_layers_of", lambda pattern, names, log=pieces: log.append(1) or layers_of(pattern, names)
-        )
+        tried.clear()
         checked = check_names(found, layers)
         assert set(checked.confirmed) == {role.role for role in found}
-        tried[len(found)] = len(pieces)
-    require_linear(tried)
+        work[len(found)] = len(tried)
+    require_linear(work)
 
 
-def test_names_of_what_is_not_proven_are_compared_once_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tried = dict[int, int]()
-    layers_of = roles_module._layers_of
+def test_names_of_what_is_not_proven_are_compared_once_each(tried: list[str], tmp_path: Path) -> None:
+    work = dict[int, int]()
     for layers in (4, 8, 16):
         graph = Graph(plain_model(DrafterSpec(windows=(4, None) * (layers // 2), ffn=8)), {})
         softmax = next(op for op in graph.ops if graph.kind(op) == "SOFTMAX")
         scores = int(softmax.inputs[0])
         graph.insert(scores, lambda x, g=graph: g.call("MAXIMUM", x, g.call("MUL", x, 0.5)), into=[softmax])
-        pieces = list[int]()
-        monkeypatch.setattr(
-            roles_module, "_layers_of", lambda pattern, names, log=pieces: log.append(1) or layers_of(pattern, names)
-        )
+        tried.clear()
         extract(open_bundle(Memory(graph.data())), tmp_path / str(layers), unproven=True)
-        tried[layers] = len(pieces)
-    require_linear(tried)
+        work[layers] = len(tried)
+    require_linear(work)
 
 
 def test_what_a_skeleton_leaves_out_is_asked_of_every_value_once(tmp_path: Path) -> None:
@@ -385,8 +373,7 @@ def test_caches_of_500_000_slots_are_proven() -> None:
 def runtime_masked(slots: int) -> bytes:
     """A drafter whose sliding layer is masked by an input of its own, so that the window is the runtime's."""
     graph = Graph(plain_model(DrafterSpec(windows=(8, None), cache=slots)), {})
-    local = schema.TensorMapT()
-    local.name, local.tensorIndex = b"mask_local", graph.tensor([1, 1, 1, slots], np.bool_)
+    local = schema.TensorMapT(name=b"mask_local", tensorIndex=graph.tensor([1, 1, 1, slots], np.bool_))
     graph.main.inputs = [*graph.main.inputs, local.tensorIndex]
     graph.model.signatureDefs[0].inputs.append(local)
     graph.set_input(next(op for op in graph.ops if graph.kind(op) == "SELECT_V2"), 0, local.tensorIndex)
@@ -420,12 +407,12 @@ def test_signatures_of_a_base_that_share_one_graph_are_walked_once(
 
     monkeypatch.setattr(base_module, "flatten", counted)
     few = base(TWIN)
-    alone, walked[:] = list(walked), []
+    alone = list(walked)
+    walked.clear()
     many = base(edited_twin(tmp_path / "many.litertlm", prefill_decode=list_more))
     assert walked == alone
-    assert {role: len(places) for role, places in many.places.items()} == {
-        role: len(places) for role, places in few.places.items()
-    }
+    counts = [{role: len(places) for role, places in walk.places.items()} for walk in (few, many)]
+    assert counts[0] == counts[1]
 
 
 # -- documents -------------------------------------------------------------------------------------------------------
