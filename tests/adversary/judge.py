@@ -37,7 +37,7 @@ SAMPLES = (Sample(3), Sample(16), Sample(40), Sample(201), Sample(100, activatio
 
 _HALF = (schema.TensorType.FLOAT16, schema.TensorType.BFLOAT16)
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = dict[str, npt.NDArray[Any]]
 Outputs = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 """Logits and projected state, for every set of inputs."""
 
@@ -55,7 +55,7 @@ def inputs_of(graph: Graph, shows: tuple[Sample, ...] = ()) -> tuple[Arrays, ...
     names = sorted(entry.name.decode() for entry in graph.model.signatureDefs[0].inputs)
     inputs = []
     for sample in SAMPLES + shows:
-        arrays: dict[str, npt.NDArray[Any]] = {}
+        arrays: Arrays = {}
         for name in names:
             shape = graph.shape(graph.input(name))
             values = random.standard_normal(shape)
@@ -91,15 +91,13 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> O
     _float_weights(graph)
     if not exact:
         for op in [op for op in graph.ops if graph.kind(op) in ("DEQUANTIZE", "CAST")]:
-            source = graph.producer(int(op.inputs[0]))
-            if source is not None and (
-                graph.kind(source) == "QUANTIZE" or graph.main.tensors[op.inputs[0]].type in _HALF
-            ):
+            codes = int(op.inputs[0])
+            source = graph.producer(codes)
+            if source is not None and (graph.kind(source) == "QUANTIZE" or graph.main.tensors[codes].type in _HALF):
                 graph.rewire(int(op.outputs[0]), int(source.inputs[0]))
-    data = pack(graph.model)
     # LiteRT 2.3.0 plans memory wrongly where MUL and RESHAPE both hand their operand's memory on: every tensor is kept.
     interpreter = Interpreter(
-        model_content=data,
+        model_content=pack(graph.model),
         experimental_op_resolver_type=OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
         experimental_preserve_all_tensors=True,
     )
@@ -107,12 +105,10 @@ def computed(graph: Graph, inputs: tuple[Arrays, ...], exact: bool = False) -> O
     wanted, described = runner.get_input_details(), runner.get_output_details()
     results: Outputs = []
     for arrays in inputs:
-        given = {name: graph.adapt[name](array) if name in graph.adapt else array for name, array in arrays.items()}
-        given |= {
-            name: np.zeros(detail["shape"], detail["dtype"]) for name, detail in wanted.items() if name not in given
-        }
-        found = runner(**{name: array for name, array in given.items() if name in wanted})
-        results.append(tuple(_real(found[name], described[name]) for name in ("logits", "projected_activations")))
+        adapted = arrays | {name: adapt(arrays[name]) for name, adapt in graph.adapt.items()}
+        operands = {n: adapted.get(n, np.zeros(detail["shape"], detail["dtype"])) for n, detail in wanted.items()}
+        outputs = runner(**operands)
+        results.append(tuple(_real(outputs[name], described[name]) for name in ("logits", "projected_activations")))
     return results
 
 
@@ -123,11 +119,10 @@ def _real(array: npt.NDArray[Any], described: Mapping[str, Any]) -> npt.NDArray[
 
 
 def _float_weights(graph: Graph) -> None:
-    for op in graph.ops:
-        if graph.kind(op) != "FULLY_CONNECTED" or graph.main.tensors[int(op.inputs[0])].type != 0:
-            continue
-        weight = graph.main.tensors[int(op.inputs[1])]
-        if weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1])):
+    for op in [op for op in graph.ops if graph.kind(op) == "FULLY_CONNECTED"]:
+        x, weight = (graph.main.tensors[int(i)] for i in op.inputs[:2])
+        codes = weight.type in (schema.TensorType.INT8, schema.TensorType.INT4) and graph.is_constant(int(op.inputs[1]))
+        if codes and x.type == schema.TensorType.FLOAT32:
             weight.buffer = graph.buffer(graph.floats(int(op.inputs[1])).astype(np.float32).tobytes())
             weight.type, weight.quantization = schema.TensorType.FLOAT32, None
 

@@ -170,18 +170,12 @@ def by_first_entry(g: Graph) -> None:
     g.set_input(place.softmax, 0, g.call("SELECT_V2", past, x, -1e9, shape=shape))
 
 
-def by_numbers(g: Graph) -> None:
+def by_numbers(g: Graph, x: int) -> int:
     """A select whose condition is of floats, which LiteRT has none of."""
-    place = g.layer(1)
-    shape = g.shape(place.masked)
-    g.insert(
-        place.masked,
-        lambda x: g.call("SELECT_V2", g.constant(np.ones((1, 1, 1, shape[-1]))), x, -1e9, shape=shape),
-        [place.softmax],
-    )
+    return g.call("SELECT_V2", g.constant(np.ones((1, 1, 1, g.shape(x)[-1]))), x, -1e9, shape=g.shape(x))
 
 
-ALONG: dict[str, Change] = {"mask_entry_0": by_first_entry, "condition_of_floats": by_numbers}
+ALONG: dict[str, Change] = {"mask_entry_0": by_first_entry, "condition_of_floats": edge("1.masked", by_numbers)}
 
 
 @a_change
@@ -240,37 +234,40 @@ HEADS: dict[str, Change] = {
 }
 
 
-def permuted(place: str, order: Callable[[int], Sequence[int]]) -> Change:
-    return edge(place, lambda g, x: g.gather(x, order(g.shape(x)[-1]), -1))
+def in_reverse(g: Graph, x: int) -> int:
+    return g.gather(x, range(g.shape(x)[-1] - 1, -1, -1), -1)
 
 
-def reversed_order(size: int) -> Sequence[int]:
-    return range(size - 1, -1, -1)
-
-
-def swapped_halves(size: int) -> Sequence[int]:
-    return [*range(size // 2, size), *range(size // 2)]
+def halves_swapped(g: Graph, x: int) -> int:
+    half = g.shape(x)[-1] // 2
+    return g.gather(x, [*range(half, 2 * half), *range(half)], -1)
 
 
 ORDER: dict[str, Change] = {
-    "hidden_before_embedding": permuted("activations", swapped_halves),
-    "stream_reversed": permuted("pre_projection", reversed_order),
-    "gate_reversed": permuted("0.gate", reversed_order),
-    "up_halves_swapped": permuted("0.up", swapped_halves),
-    "state_reversed": permuted("state", reversed_order),
+    "hidden_before_embedding": edge("activations", halves_swapped),
+    "stream_reversed": edge("pre_projection", in_reverse),
+    "gate_reversed": edge("0.gate", in_reverse),
+    "up_halves_swapped": edge("0.up", halves_swapped),
+    "state_reversed": edge("state", in_reverse),
     "state_for_head_rolled": e.put(
         "state", lambda g, x: g.join([g.part(x, 1, 63), g.part(x, 0, 1)]), lambda g: g.linear("lm_head")
     ),
-    "logits_reversed": permuted("logits", reversed_order),
+    "logits_reversed": edge("logits", in_reverse),
 }
 
 
 @a_change
-def softmax_spelled(g: Graph, power: Callable[[Graph, int], int]) -> None:
-    layer = g.layer(0)
-    over = g.sub(layer.masked, g.reduce("REDUCE_MAX", layer.masked, 3))
-    powers = power(g, over)
-    g.rewire(layer.probabilities, g.div(powers, g.reduce("SUM", powers, 3)))
+def softmax_spelled(
+    g: Graph,
+    layer: int,
+    powers: Edit = lambda g, x: g.exp(x),
+    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3),
+    total: Edit = lambda g, x: x,
+) -> None:
+    """A softmax in its parts: ``powers`` of the scores less the ``largest``, over the ``total`` of their sum."""
+    place = g.layer(layer)
+    raised = powers(g, g.sub(place.masked, largest(g, place.masked)))
+    g.rewire(place.probabilities, g.div(raised, total(g, g.reduce("SUM", raised, 3))))
 
 
 SCORES: dict[str, Change] = {
@@ -279,28 +276,16 @@ SCORES: dict[str, Change] = {
     "minus": edge("0.scores", unary("NEG")),
     "leaky": edge("0.scores", lambda g, x: g.maximum(x, g.mul(x, 0.1))),
     "minus_mean": edge("0.scores", lambda g, x: g.sub(x, g.mul(g.reduce("MEAN", x, 2), 0.5))),
-    "softmax_base_2": softmax_spelled(lambda g, x: g.pow(2.0, x)),
-    "softmax_plus_1": softmax_spelled(lambda g, x: g.add(g.exp(x), 1e-3)),
+    "softmax_base_2": softmax_spelled(0, lambda g, x: g.pow(2.0, x)),
+    "softmax_plus_1": softmax_spelled(0, chain(unary("EXP"), add(1e-3))),
     "softmax_twice": edge("0.probabilities", lambda g, x: g.call("SOFTMAX", x, beta=1.0)),
     "probabilities_of_other_head": edge("0.probabilities", e.gathered([1, 0], 1)),
     "probabilities_of_other_query": edge("0.probabilities", e.gathered([1, 0], 2)),
 }
+
 WEIGHTS: dict[str, Change] = {
     "logarithm_stretched_and_back": edge("1.probabilities", chain(unary("LOG"), mul(1.01), unary("EXP"))),
 }
-
-
-@a_change
-def spelled(g: Graph, largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3), total: Edit = lambda g, x: x) -> None:
-    """The softmax of layer 1 in its parts, with another maximum or another sum."""
-    place = g.layer(1)
-    powers = g.exp(g.sub(place.masked, largest(g, place.masked)))
-    g.rewire(place.probabilities, g.div(powers, total(g, g.reduce("SUM", powers, 3))))
-
-
-def logarithm_stretched(g: Graph) -> None:
-    place = g.layer(1)
-    g.rewire(place.probabilities, g.exp(g.mul(g.call("LOG_SOFTMAX", place.masked), 1.01)))
 
 
 def over_heads(g: Graph, x: int) -> int:
@@ -312,15 +297,19 @@ def other_head(g: Graph, x: int) -> int:
 
 
 TOTALS: dict[str, Change] = {
-    "total_to_0.999": spelled(total=with_number("POW", 0.999)),
-    "total_plus_1e-3": spelled(total=add(1e-3)),
-    "logarithm_stretched": logarithm_stretched,
+    "total_to_0.999": softmax_spelled(1, total=with_number("POW", 0.999)),
+    "total_plus_1e-3": softmax_spelled(1, total=add(1e-3)),
+    "logarithm_stretched": edge(
+        "1.probabilities", lambda g, _: g.exp(g.mul(g.call("LOG_SOFTMAX", g.layer(1).masked), 1.01))
+    ),
 }
 
 LARGEST: dict[str, Change] = {
-    "largest_of_all_heads": spelled(over_heads),
-    "largest_of_the_next_head": spelled(other_head),
-    "largest_by_0.98": spelled(lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), add(1e-6)),
+    "largest_of_all_heads": softmax_spelled(1, largest=over_heads),
+    "largest_of_the_next_head": softmax_spelled(1, largest=other_head),
+    "largest_by_0.98": softmax_spelled(
+        1, largest=lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), total=add(1e-6)
+    ),
 }
 
 

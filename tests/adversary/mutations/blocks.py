@@ -43,7 +43,7 @@ def power(g: Graph, norm: Norm, number: float) -> None:
 
 @e.an_edit
 def result_of(g: Graph, norm: Norm, operator: str, edit: Edit) -> None:
-    """``edit`` of the average (the mean of squares, in JAX style their sum) or of one over the root."""
+    """``edit`` of what an operator of the norm computes: square, average (in JAX style a sum) or one over the root."""
     g.insert(int(getattr(norm, operator).outputs[0]), lambda x: edit(g, x))
 
 

@@ -156,8 +156,6 @@ ORDINARY: dict[str, Change] = {
     ),
 }
 
-LOUD: dict[str, Change] = {"minus_100": masked_value(-100.0)}
-
 _LOUD = (Sample(40, keys=40.0), Sample(40, keys=400.0), *(Sample(p, keys=400.0, mask="one") for p in (40, 41)))
 
 Array = np.ndarray
@@ -181,23 +179,18 @@ def row(g: Graph, table: int, how: str = "GATHER") -> int:
     return g.call("GATHER", table, g.input("input_pos"), shape=shape, axis=0)
 
 
-def stored(g: Graph, values: Array, kind: str) -> Callable[[str], int]:
-    """A table as FP16, INT16 or floats; returns what reads a row of it as floats."""
+def stored_row(g: Graph, values: Array, kind: str, how: str) -> int:
+    """The position's row, in floats, of a table that is stored as FP16, INT16 or floats."""
     if kind == "float":
-        return lambda how: row(g, g.constant(values), how)
+        return row(g, g.constant(values), how)
     if kind == "fp16":
-        half = g.constant(values.astype(np.float16), np.float16)
-        return lambda how: g.cast(row(g, half, how), np.float32)
+        return g.cast(row(g, g.constant(values.astype(np.float16), np.float16), how), np.float32)
     largest = np.iinfo(np.int16).max
     codes = g.constant(np.round(values * largest), np.int16)
-    g.main.tensors[codes].quantization = e.parameters(1 / largest)
-
-    def read(how: str) -> int:
-        picked = row(g, codes, how)
-        g.main.tensors[picked].quantization = e.parameters(1 / largest)
-        return e.dequantized(g, picked)
-
-    return read
+    picked = row(g, codes, how)
+    for tensor in (codes, picked):
+        g.main.tensors[tensor].quantization = e.parameters(1 / largest)
+    return e.dequantized(g, picked)
 
 
 @a_change
@@ -215,7 +208,7 @@ def tabled(
     for layer in layers:
         place, all_angles = g.layer(layer), angle(angles(g, layer)).astype(np.float32)
         for old, values in ((place.cos, cos(np.cos(all_angles))), (place.sin, sin(np.sin(all_angles)))):
-            g.rewire(old, g.reshape(stored(g, values, kind)(how), g.shape(old)))
+            g.rewire(old, g.reshape(stored_row(g, values, kind, how), g.shape(old)))
 
 
 def rows(first: int, last: int, then: Rows) -> Rows:
@@ -255,6 +248,6 @@ CASES = (
     *cases("positions", AT_37, Sample(37, mask="all"), Sample(87)),
     *cases("positions", AT_0, Sample(0, mask="all"), Sample(50)),
     *cases("mask kinds", ORDINARY, Sample(40, mask="past"), Sample(201, mask="past")),
-    *cases("mask kinds", LOUD, *_LOUD, rounding=0.01),
+    *cases("mask kinds", {"minus_100": masked_value(-100.0)}, *_LOUD, rounding=0.01),
     *cases("tables", TABLES, Sample(37, mask="past"), Sample(37)),
 )

@@ -60,7 +60,7 @@ SUBTLE: dict[str, Change] = {
 }
 
 PLAIN: dict[str, Change] = {
-    "powers_of_at_least_-9": softmax_spelled(lambda g, x: g.exp(g.maximum(x, -9.0))),
+    "powers_of_at_least_-9": softmax_spelled(0, e.chain(e.with_number("MAXIMUM", -9.0), e.unary("EXP"))),
     "largest_score_favoured": edge(
         "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), add(0.5))
     ),

@@ -15,6 +15,7 @@ from adversary.mutations.attention import (
     bounded,
     compare,
     hidden_sum,
+    in_reverse,
     laid_out,
     slots,
     softmax_spelled,
@@ -28,8 +29,12 @@ from adversary.mutations.positions import cos_and_sin, frequencies, number, posi
 LAYERS = (0, 1)
 
 
+def axis_of(g: Graph, norm: Norm) -> int:
+    return len(g.shape(norm.x)) - 1
+
+
 def variance(g: Graph, norm: Norm) -> int:
-    return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), -1), 1e-6)
+    return g.add(g.reduce("MEAN", g.mul(norm.x, norm.x), axis_of(g, norm)), 1e-6)
 
 
 def rebuilt(build: Callable[[Graph, Any], int]) -> NormEdit:
@@ -214,11 +219,6 @@ def squeezed(g: Graph, x: int) -> int:
     return g.call("EXPAND_DIMS", narrow, np.array([0], np.int32), shape=shape)
 
 
-def reversed_twice(g: Graph, x: int) -> int:
-    order = range(g.shape(x)[-1] - 1, -1, -1)
-    return g.gather(g.gather(x, order, -1), order, -1)
-
-
 PLACES = (
     *("activations", "pre_projection", "1.stream", "0.query", "0.scores"),
     *("0.merged", "0.product", "state", "logits"),
@@ -234,7 +234,7 @@ NOTHING: dict[str, Edit] = {
     "reshaped_and_back": there_and_back,
     "squeezed": squeezed,
     "cut_and_joined": lambda g, x: g.join(e.halves(g, x)),
-    "reversed_twice": reversed_twice,
+    "reversed_twice": e.chain(in_reverse, in_reverse),
 }
 
 DETOURS: dict[str, Change] = {
@@ -262,7 +262,7 @@ def outer_product(g: Graph) -> None:
 
 EXACT: dict[str, Change] = {
     "cos_by_sine_in_one": cos_and_sin(lambda g, cos, sin: (g.sin(g.add(g.layer(0).angle, np.pi / 2)), sin)),
-    "softmax_spelled_in_sliding": softmax_spelled(e.unary("EXP")),
+    "softmax_spelled_in_sliding": softmax_spelled(0),
     "never_below_lowest_float": edge("0.attended", e.with_number("MAXIMUM", float(np.finfo(np.float32).min))),
     "angles_by_outer_product": outer_product,
     "position_by_int64": position(
