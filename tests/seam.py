@@ -17,11 +17,9 @@ from helpers.make_bundle import Memory
 
 from mtp_extract import bundle as bundle_module
 from mtp_extract.architecture import shapes_of
-from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, RopeConfig
+from mtp_extract.architecture.config import DrafterConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of
 from mtp_extract.bundle import Opened, Shard, open_bundle
-from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.checkpoint.weight import Weight, constant_weight, of_array
@@ -35,7 +33,6 @@ from mtp_extract.errors import (
     SourceError,
     TruncatedError,
     UnsupportedError,
-    few,
 )
 from mtp_extract.evaluation.prompts import read_prompts
 from mtp_extract.formats import FORMATS, format_named
