@@ -50,6 +50,7 @@ class Blocks:
         self.roles: list[FoundRole] = []
         self.eps: set[float] = set()
         self.activations: set[str] = set()
+        self.matched: Expr | None = None  # what is being matched, or was when it was refused
 
     def output(self, name: str) -> tuple[Expr, float]:
         """The expression and factor of an output."""
@@ -87,6 +88,7 @@ class Blocks:
         Returns:
             what it reads.
         """
+        self.matched = expr
         if expr.kind != "matrix":
             raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(expr)}.")
         weight: Value = expr.parts[0]
@@ -108,6 +110,7 @@ class Blocks:
         return read
 
     def require_input(self, role: str, read: Expr, name: str) -> None:
+        self.matched = read
         if read.kind != "input" or read.parts[0] != name:
             raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.shown(read)}.")
 
@@ -145,6 +148,7 @@ class Blocks:
 
     def norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
         """Take a norm; what it is of, and the factor of that."""
+        self.matched = expr
         norm = self.match(expr)
         if norm is None:
             raise RoleError(f"{role}: expected an RMSNorm, found {self.shown(expr)}.")
@@ -231,6 +235,7 @@ class Blocks:
 
     def layer_scalar(self, name: str, out: Expr, factor: float) -> None:
         """Take the number that a layer's result is multiplied by, if there is one."""
+        self.matched = out
         for term, value in self.reading.scaled.get(out, ()):
             if close(term.factor, factor):
                 number, *others = term.numbers
@@ -245,6 +250,7 @@ class Blocks:
 
     def residual(self, name: str, total: Expr) -> tuple[Expr, Expr, float]:
         """The norm that is added to a stream, the stream, and its factor."""
+        self.matched = total
         norms = [e for e in total.terms if self.match(e) is not None]
         if len(total.terms) != 2 or len(norms) != 1 or not close(total.terms[norms[0]], self.scale_of(norms[0])):
             raise RoleError(f"{name}: expected the sum of the residual stream and a norm, found {self.shown(total)}.")
@@ -264,6 +270,7 @@ class Blocks:
 
     def _down_input(self, name: str, product: Expr) -> tuple[Expr, float]:
         """What gate and up read, and what the product before ``down_proj`` is meant to be multiplied by."""
+        self.matched = product
         if product.kind != "matrix":
             raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.shown(product)}.")
         gate, scale, up, share = self.gated(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
@@ -276,6 +283,7 @@ class Blocks:
 
     def gated(self, names: str, product: Expr) -> tuple[Expr, float, Expr, float]:
         """``share · GELU(scale · gate) · up``: gate, scale, up, share."""
+        self.matched = product
         for up, power in product.powers.items():
             others = {e: p for e, p in product.powers.items() if e is not up}
             if power != 1 or up.kind not in ("matrix", "part", "input"):

@@ -118,7 +118,7 @@ class DrafterWalk(Blocks):
 
     def __init__(self, reading: ReadGraph) -> None:
         super().__init__(reading)
-        self.attentions: dict[str, Attention] = {}
+        self.mixed: dict[str, Expr] = {}  # by layer, what its attention mixes
         self.soft_cap: float | None = None
         self.has_head = False
 
@@ -129,11 +129,13 @@ class DrafterWalk(Blocks):
         reading = self.reading.require_all()
         soft_cap, head = self.lm_head(*self.output(LOGITS))
         if self._walk_stream() is not head:
+            self.matched = head
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
         roles = in_order(self.roles)
         masks = Masks(graph, reading.positions)
-        names = (f"layers.{index}" for index in range(len(self.attentions)))
-        layers = tuple(self._layer(name, self.attentions[name], masks) for name in names)
+        names = (f"layers.{index}" for index in range(len(self.mixed)))
+        layers = tuple(self._layer(name, self.mixed[name], masks) for name in names)
+        self.matched = None
         caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
         return Walk(
             roles,
@@ -172,6 +174,7 @@ class DrafterWalk(Blocks):
 
     def _query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
+        self.matched = mixed
         attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
             norms = self.norms_of_values()
@@ -181,10 +184,12 @@ class DrafterWalk(Blocks):
             return before.pop()
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
-        self.attentions[name] = attention
+        self.mixed[name] = mixed
         return attention.scores.rotated.query
 
-    def _layer(self, name: str, attention: Attention, masks: Masks) -> Layer:
+    def _layer(self, name: str, mixed: Expr, masks: Masks) -> Layer:
+        self.matched = mixed
+        attention = self.reading.attentions[mixed]
         scores = attention.scores
         query = scores.rotated.query
         norm = self.match(query)

@@ -1,8 +1,8 @@
-"""What a reading took every value for, operator by operator, up to where it ended: for whoever reports a file."""
+"""What a reading took every value for, operator by operator, and which one was refused: for whoever reports a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtp_extract.errors import MtpExtractError, escape
@@ -11,7 +11,6 @@ from mtp_extract.graph.expressions import Expr, Term, times
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
 from mtp_extract.graph.forms import Cache, Form, QueryTerms, ReadGraph, ScoreView
 from mtp_extract.graph.mask_trees import Score
-from mtp_extract.graph.roles import FoundRole
 
 REFUSED, NOT_NEEDED = "refused", "not needed"
 
@@ -30,42 +29,50 @@ class TraceLine:
 
 
 def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
-    """The values of a drafter's graph in its order, the last one that which was refused."""
-    reading = ReadGraph(graph)
-    roles: Sequence[FoundRole] = ()
+    """The values of a drafter's graph in its order; where the reader refused an operator, that is the last."""
+    walker = DrafterWalk(ReadGraph(graph))
     why = ""
     try:
-        reading = read_drafter(graph)
-        walker = DrafterWalk(reading)
-        roles = walker.roles
+        walker = DrafterWalk(read_drafter(graph))
         walker.walk()
     except MtpExtractError as error:
         # What is refused is what a trace is made for.
         why = str(error)
-    return list(_lines(reading, {id(role.result): role.role for role in roles if role.result is not None}, why))
+    return list(_lines(walker, _refused(walker) if why else None, why))
 
 
-def _lines(reading: ReadGraph, roles: Mapping[int, str], why: str) -> Iterator[TraceLine]:
-    """The values, up to the one that was refused and ``why``; ``roles`` by ``id`` of the value that has one."""
+def _refused(walker: DrafterWalk) -> Value | None:
+    """The value at which the reader, or the walk through what it had read, ended; None where there is none such."""
+    reading = walker.reading
+    if reading.refusal is None:
+        return reading.first[walker.matched][0] if walker.matched in reading.first else None
+    outputs = () if reading.current is None else reading.current.outputs
+    return next((value for value in outputs if id(value) not in reading.forms), None)
+
+
+def _lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[TraceLine]:
+    """The values, up to what could not be read."""
+    reading = walker.reading
+    roles = {id(role.result): role.role for role in walker.roles if role.result is not None}
     for node in reading.graph.nodes:
         for value in node.outputs:
             read_as, what = _taken_for(reading, value, roles.get(id(value)))
-            if read_as == REFUSED:
+            if value is refused:
+                read_as = REFUSED
                 # Without its label, which stands in the same line, and without what to do.
                 what = why.removeprefix(node.op.label).lstrip(" :").partition(". ")[0].rstrip(".")
             kind = escape(node.kind)
             shape = tuple(value.tensor.shape)
             yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, what)
-            if read_as == REFUSED:
+            if value is refused and reading.refusal is not None:
                 return
 
 
 def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
     form = reading.forms.get(id(value))
     if form is None:
-        if value.depends & Depends.DATA:
-            return (REFUSED if value.producer is reading.current else NOT_NEEDED), ""
-        return ("mask" if value.depends & Depends.MASK else "position" if value.depends else "constant"), ""
+        names = {Depends.POSITION: "position", Depends.MASK: "mask", Depends.POSITION | Depends.MASK: "mask"}
+        return NOT_NEEDED if value.depends & Depends.DATA else names.get(value.depends, "constant"), ""
     if role is not None:
         return ("product" if isinstance(form, Term) and form.expr.kind == "matrix" else "norm"), role
     if isinstance(form, Term):

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from adversary.edits import edge, with_number
 from helpers.commands import run_here
 from helpers.surgery import sound
 from helpers.variant_files import variant
@@ -45,6 +46,27 @@ def test_the_trace_ends_at_the_operator_that_the_error_names(tmp_path: Path) -> 
     assert label in error
     assert lines[-1]["what"], "it says why"
     assert f"{label} {lines[-1]['what']}" in error or f"{label}: {lines[-1]['what']}" in error
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("1.stream", "layers.0: expected the sum of the residual stream and a norm, found a sum"),
+        ("0.query", "layers.0.q_proj: expected a product with a matrix, found a sum"),
+        ("0.activated", "layers.0.gate_proj, layers.0.up_proj: expected a product of GELU(gate) and up"),
+    ],
+)
+def test_the_row_of_a_block_that_is_not_found_is_marked(tmp_path: Path, place: str, what: str) -> None:
+    graph, file = sound("torch"), tmp_path / "drafter.tflite"
+    edge(place, with_number("ADD", 1e-3))(graph)
+    file.write_bytes(graph.data())
+
+    lines, error = traced(file)
+
+    (row,) = [line for line in lines if line["read_as"] == "refused"]
+    assert str(row["what"]).startswith(what)
+    assert str(row["what"]) in error
+    assert row is not lines[-1], "all others were read"
 
 
 def test_the_row_of_what_is_refused_says_why() -> None:
