@@ -145,17 +145,15 @@ def _is_half(graph: FlatGraph, table: Value) -> bool:
 
 
 class SlotsOfLayer:
-    """What the masks of one layer do, to be compared with the config."""
+    """What the masks of one layer do, to be compared with the config; no score is larger than ``largest``."""
 
-    def __init__(
-        self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, inputs: frozenset[str], largest: float
-    ) -> None:
-        """``inputs`` are the signature's inputs that the graph reads; no score is larger than ``largest``."""
+    def __init__(self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, largest: float) -> None:
         self.index = index
         self.layer = layer
         self.masks = masks
-        self.inputs = inputs
         self.largest = largest
+        # What runtimes promise of an input does not depend on whether an operator reads it.
+        self.inputs = masks.graph.inputs
         self.window = config.layers[index].sliding_window
         self.local_window = config.sliding_window or masks.slots
 

@@ -90,12 +90,11 @@ def _check_names(walk: Walk) -> None:
 
 def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
     """Check what every layer sees; how many rows were computed, and whether all others are like these."""
-    # What runtimes promise of an input does not depend on whether an operator reads it.
-    inputs = frozenset(graph.inputs)
-    masks, rows_of_layer = Masks(graph, walk.reading.positions), []
+    masks = Masks(graph, walk.reading.positions)
+    rows_of_layer = []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
-        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, inputs, largest[index] * abs(scale)).check())
+        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, largest[index] * abs(scale)).check())
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
