@@ -280,6 +280,13 @@ class _Builder:
             value.tensors.append(tensor)
         values[outer] = value
 
+    def check_composites(self) -> None:
+        """Check what composites hand in and out, and what they say of themselves."""
+        for op, inner, outer in self.handed:
+            _require_same(op, inner, outer)
+        for op, scale, cache in self.cache_scales:
+            _require_scale(op, scale, cache)
+
     def _note_attributes(self, op: Operator, inputs: tuple[Value | None, ...]) -> None:
         attributes = self._attributes(op)
         if _EPSILON in attributes:
@@ -364,10 +371,7 @@ def flatten(
     arguments = _arguments(graph, signature, names)
     builder = _Builder(model, most_nodes, passed)
     values = builder.build(signature.subgraph, arguments)
-    for op, inner, outer in builder.handed:
-        _require_same(op, inner, outer)
-    for op, scale, cache in builder.cache_scales:
-        _require_scale(op, scale, cache)
+    builder.check_composites()
     if unnamed := next((value for value in arguments.values() if value.input_name is None and value.consumers), None):
         raise RoleError(
             f"{unnamed.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: no "

@@ -103,9 +103,14 @@ def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -
     factor = operands[1 - places[0]]
     if isinstance(factor, Value):
         return _rotate(reading, node.kind, repeated, factor)
-    assert isinstance(factor, Term)
-    numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, factor), shape)[..., None]
-    scaled = repeated.times(numbers if node.kind == "MUL" else 1 / numbers)
+    return _scale(reading, node.kind, repeated, factor)
+
+
+def _scale(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
+    """``query`` times, or by, the numbers of a constant."""
+    assert isinstance(constant, Term)
+    numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, constant), query.terms.shape)[..., None]
+    scaled = query.times(numbers if kind == "MUL" else 1 / numbers)
     if not np.isfinite(scaled.number).all():
         raise UnreadableError("multiplies a query by what is no number")
     return scaled
