@@ -61,13 +61,13 @@ def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list
         rope = config.layers[index].rope
         key = *layer.rotation.key, rope
         if key not in types_by_rotation:
-            types_by_rotation[key] = _check(graph, index, layer, frequencies(rope, layer.head_dim))
+            types_by_rotation[key] = _check_rotation(graph, index, layer, frequencies(rope, layer.head_dim))
         if types_by_rotation[key]:
             coarse_tables.append({"layer": index, "held_in": types_by_rotation[key]})
     return coarse_tables
 
 
-def _check(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
+def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
     """Check the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
     slots = layer.rotation.positions.slots
     doubt, held_in = _rounding(graph, layer.rotation.values)
