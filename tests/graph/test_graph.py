@@ -74,21 +74,12 @@ def test_folded_soft_cap_is_divided_out() -> None:
     assert head.factor == pytest.approx(1 / 30, rel=1e-12)
 
 
-def test_rotated_weights_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="Hadamard"):
-        found("jax_hadamard")
-
-
 def test_a_window_left_to_the_runtime_must_be_said() -> None:
     longer_than_the_caches = Memory(pack(plain_model(DrafterSpec(windows=(1000, None)))))
     with pytest.raises(UnsupportedError, match="how long") as caught:
         read(longer_than_the_caches)
     assert caught.value.remedies == ("sliding_window=N",)
     assert read(longer_than_the_caches, sliding_window=1000).config.sliding_window == 1000
-
-
-def test_a_window_that_the_runtime_says_too_is_measured() -> None:
-    assert found("jax_published_mask_local").config == found("jax_published").config
 
 
 def recoded(old: str, new: str) -> Memory:
