@@ -352,10 +352,7 @@ def runtime_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def flatten(
-    model: TfliteModel,
-    signature: Signature,
-    most_nodes: int = _MOST_NODES,
-    passed: Collection[tuple[int, int]] = (),
+    model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NODES, passed: Collection[tuple[int, int]] = ()
 ) -> FlatGraph:
     """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
 
