@@ -77,10 +77,8 @@ class BaseWalk:
 
 
 def read_first(model: TfliteModel) -> Signature:
-    """The signature of a decoder that says most: it computes logits, of the fewest tokens.
-
-    Raises:
-        RoleError: none computes logits of embeddings.
+    """The signature of a decoder that says most: it computes logits, of the fewest tokens; a RoleError if none computes
+    logits of embeddings.
     """
     candidates = [s for s in model.signatures if BASE_LOGITS in s.outputs and EMBEDDINGS in s.inputs]
     if not candidates:

@@ -79,10 +79,8 @@ def code_range(kind: TensorType) -> tuple[int, int]:
 
 
 def range_of_codes(tensor: Tensor) -> tuple[float, float] | None:
-    """The lowest and the highest number that its codes stand for; None where its numbers are what they are.
-
-    Raises:
-        UnsupportedError, FormatError: as :func:`activation_scale`.
+    """The lowest and the highest number that its codes stand for; None where its numbers are what they are. Scales are
+    refused as :func:`activation_scale` refuses them.
     """
     activation = activation_scale(tensor)
     if activation is None or tensor.type is None:

@@ -151,10 +151,8 @@ class FlatGraph:
         return {node: place for place, node in enumerate(self.nodes)}
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:
-        """A small floating-point constant, dequantized where it is quantized, flattened.
-
-        Raises:
-            UnsupportedError: it is not small, or of a type that holds no numbers.
+        """A small floating-point constant, dequantized where it is quantized, flattened; an UnsupportedError if it is
+        not small, or of a type that holds no numbers.
         """
         self._spend(value)
         return read_floats(self.model, value.tensor).reshape(-1)

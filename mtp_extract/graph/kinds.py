@@ -23,10 +23,8 @@ def another_kind(reason: str) -> str:
 
 
 def require_kind(graph: FlatGraph) -> None:
-    """Check that ``graph`` is of the kind that this release reads: queries alone, rotated in the graph, whole caches.
-
-    Raises:
-        AnotherKindError: it is of another kind that is known; the message says which.
+    """Check that ``graph`` is of the kind that this release reads: queries alone, rotated in the graph, whole caches;
+    the AnotherKindError says which other kind it is of.
     """
     # NPU drafters have RoPE and masks computed by a section ``mtp_aux``.
     tables = [n for n, v in graph.inputs.items() if _ROTATION.search(n) and v.tensor.type in FLOAT_TYPES]

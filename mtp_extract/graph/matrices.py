@@ -58,10 +58,8 @@ def _check_codes(source: QuantizedTensor) -> None:
 
 
 def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a product with what has the shape ``read``.
-
-    Raises:
-        UnreadableError: the operator has a bias or a fused function, or shapes that do not fit.
+    """The shape of a product with what has the shape ``read``; an UnreadableError if the operator has a bias or a fused
+    function, or shapes that do not fit.
     """
     options, (rows, columns) = node.op.options, matrix.tensor.shape
     if node.op.activation or (options and options.integer(1, "b")):

@@ -42,10 +42,8 @@ class Positions:
         self._canonical: dict[int, Value] = {}
 
     def table(self, value: Value) -> npt.NDArray[Any]:
-        """What ``value`` is at every position, ``[positions, elements]``: int64 of integers, else float64.
-
-        Raises:
-            UnsupportedError: it has many elements, or something else decides it, too.
+        """What ``value`` is at every position, ``[positions, elements]``: int64 of integers, else float64. An
+        UnsupportedError if it has many elements, or something else decides it, too.
         """
         if value.depends & ~Depends.POSITION or value.tensor.elements > _MOST_NUMBERS:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
@@ -125,10 +123,8 @@ def is_mask(name: str) -> bool:
 
 
 def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
-    """The input ``value`` of ``numbers`` ``[samples, elements]``: ``[samples, *shape]``, in its type.
-
-    Raises:
-        UnsupportedError: it has another size, or a type that holds no numbers.
+    """The input ``value`` of ``numbers`` ``[samples, elements]``: ``[samples, *shape]``, in its type; an
+    UnsupportedError if it has another size, or a type that holds no numbers.
     """
     kind = NUMPY_TYPES.get(value.tensor.type)
     halves = value.tensor.type is TensorType.FLOAT16 and is_mask(value.input_name or "")
