@@ -80,13 +80,8 @@ class Blocks:
     # Matrices.
 
     def linear(self, role: str, expr: Expr, factor: float, meant: float | None = None) -> Expr:
-        """Take the matrix of which ``factor × expr`` is the product.
-
-        Args:
-            meant: what the expression it reads is multiplied by in a drafter; found by itself if None.
-
-        Returns:
-            what it reads.
+        """Take the matrix of which ``factor × expr`` is the product, and return what it reads; ``meant`` is what that
+        is multiplied by in a drafter, found by itself if None.
         """
         self.matched = expr
         if expr.kind != "matrix":
@@ -219,13 +214,9 @@ class Blocks:
         return -(-count // sums) + (stream.kind == "sum")
 
     def attention(self, name: str, out: Expr, query_of: Callable[[str, Expr], Expr]) -> tuple[Expr, Expr, float]:
-        """Take feed-forward block and attention of the layer whose residual sum is ``out``.
-
-        Args:
-            query_of: name of the layer and what ``o_proj`` reads → the normed query.
-
-        Returns:
-            what the projections of the attention read, the stream below it, and its factor.
+        """Take feed-forward block and attention of the layer whose residual sum is ``out``; what the projections of the
+        attention read, the stream below it, and its factor. ``query_of`` gives, by the name of the layer and what
+        ``o_proj`` reads, the normed query.
         """
         branch, stream, below = self.residual(name, self.feed_forward(name, out))
         mixed = self.linear(f"{name}.o_proj", *self.norm(f"{name}.post_attention_norm", branch))

@@ -36,6 +36,7 @@ _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "C
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
 _INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
 _MOST_NUMBERS = 64
+_NUMBERS_AT_ONCE = 1 << 19
 
 
 class Line(NamedTuple):
@@ -83,16 +84,14 @@ class Masks:
         count = int(visible.sum())
         return count if 0 < count < self.slots and visible[0, -count:].all() else None
 
-    def each_case(
-        self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow], numbers_at_once: int
-    ) -> Iterator[Cases]:
+    def each_case(self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow]) -> Iterator[Cases]:
         """Every position with every content of what is in ``either``: mask inputs, which else show all, and windows: a
         slot is in one or not, whatever the position says. Some at once, and of the longest caches one.
         """
         contents = np.array(list(itertools.product((True, False), repeat=len(either))))
         at = np.repeat(positions, len(contents))
         chosen = np.tile(contents, (len(positions), 1))
-        step = max(1, numbers_at_once // self.slots)
+        step = max(1, _NUMBERS_AT_ONCE // self.slots)
         for first in range(0, at.size, step):
             columns = chosen[first : first + step].T[..., None]
             yield self.cases(attention, at[first : first + step], dict(zip(either, columns, strict=True)))

@@ -68,9 +68,6 @@ _MOST_TOLD_APART = 1 << 20
 def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True) -> ReadGraph:
     """Read what ``outputs`` of ``graph`` are computed of, operator by operator.
 
-    Args:
-        strict: refuse what cannot be read. If not, it becomes an expression "unread", and attentions are such.
-
     Returns:
         what was read; where an operator was refused, all before it, and the error as its ``refusal``.
     """

@@ -155,12 +155,7 @@ def _follow(positions: Ids, angles: Doubles) -> Doubles:
 
 
 def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
-    """Take the rows of a layer's scores apart.
-
-    Args:
-        name: of the layer, for messages.
-        heads: query heads.
-        kv_heads: of the caches.
+    """Take the rows of a layer's scores apart; ``name`` is the layer's, for messages.
 
     Raises:
         RoleError: rows are made of other elements of the query than of one head's, pair by pair, or not alike.

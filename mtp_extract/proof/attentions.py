@@ -40,7 +40,6 @@ _WEIGHS_NOTHING = 104.0
 """How far below another a score is nothing beside it in float32."""
 _MOST_ROWS = 1 << 11
 _MOST_MASK_NUMBERS = 16
-_NUMBERS_AT_ONCE = 1 << 19
 
 
 # Rotations.
@@ -181,7 +180,7 @@ class SlotsOfLayer:
         either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
         either += attention.all_windows if alike else ()
-        self._check_cases(self.masks.each_case(attention, rows, either, _NUMBERS_AT_ONCE))
+        self._check_cases(self.masks.each_case(attention, rows, either))
         return len(rows), alike
 
     def _check_cases(self, each_case: Iterable[Cases]) -> None:
