@@ -330,14 +330,11 @@ class _Builder:
 
 
 def runtime_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
-    """The inputs of a signature by what runtimes hand over in them: ``input_pos``, ``mask``, ``mask_local`` …
+    """By name of a signature's input, that in :attr:`FlatGraph.inputs`: what runtimes hand over, as in ``mask``.
 
     LiteRT-LM knows the same input by several names (``mask`` or ``attn_mask``; ``local_mask``, ``attn_mask_local``,
     ``local_attn_mask`` or ``mask_local``). So a mask is what has a mask's type and is called one, and its name tells
     local from global. Whatever else there is, and a second input of the same kind, keeps its name.
-
-    Returns:
-        name in the signature → name in :attr:`FlatGraph.inputs`.
     """
     names: dict[str, str] = {name: name for name in inputs}
     for name, tensor in inputs.items():

@@ -66,10 +66,8 @@ _MOST_TOLD_APART = 1 << 20
 
 
 def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True) -> ReadGraph:
-    """Read what ``outputs`` of ``graph`` are computed of, operator by operator.
-
-    Returns:
-        what was read; where an operator was refused, all before it, and the error as its ``refusal``.
+    """Read what ``outputs`` of ``graph`` are computed of, operator by operator; where one is refused, all before it was
+    read, and the error is the ``refusal``.
     """
     reading = ReadGraph(graph, strict)
     try:

@@ -157,10 +157,7 @@ class SlotsOfLayer:
         self.local_window = config.sliding_window or masks.slots
 
     def check(self) -> tuple[int, bool]:
-        """Check every row.
-
-        Returns:
-            how many were computed, and whether all others are the same as these up to a shift.
+        """Check every row; how many were computed, and whether all others are the same as these up to a shift.
 
         Raises:
             ProofError: a slot is seen that should not be, or the other way round, or is scored otherwise.

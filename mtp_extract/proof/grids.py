@@ -61,11 +61,8 @@ def _short(number: float) -> float:
 
 
 def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = False) -> str:
-    """What :func:`list_rounded` lists, such as ``18 activations are INT8 in the bundle (steps 0.0073 to 0.19)``.
-
-    Args:
-        entries: as it lists them; of none the result is empty.
-        ranges: say the shortest range, too.
+    """What :func:`list_rounded` lists, such as ``18 activations are INT8 in the bundle (steps 0.0073 to 0.19)``; empty
+    where it lists none. With ``ranges`` the shortest range is said, too.
     """
     parts = list[str]()
     for entry in entries:

@@ -46,13 +46,7 @@ _CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 @computing("The graph")
 def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Proof:
-    """Compare the checkpoint of ``config`` and ``read`` with ``graph``.
-
-    Args:
-        graph: the drafter's operators.
-        walk: what was read in them.
-        config: as written.
-        read: role → the tensor as written, before it is rounded to the stored type.
+    """Compare the checkpoint of ``config`` and ``read``, before it is rounded to the stored type, with ``graph``.
 
     Raises:
         ProofError: they part; the message names the first role at which they do.
