@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.bases import edited_section
-from helpers.make_bundle import DRAFTER, Part, bundle, drafter_of, kind, set_buffer
+from helpers.make_bundle import DRAFTER, Part, bundle, code_of, drafter_of, kind, set_buffer
 from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, roles_of
 
 DECODE = 1
@@ -105,11 +105,7 @@ def _relu(model: Any) -> None:
     """The gate of the per-layer branch is another function."""
     tensors = model.subgraphs[DECODE].tensors
     gelu = next(op for op in _ops(model, DECODE, "GELU") if tensors[op.inputs[0]].shape[-1] == 32)
-    code = schema.OperatorCodeT()
-    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.RELU
-    code.version = 1
-    model.operatorCodes.append(code)
-    gelu.opcodeIndex = len(model.operatorCodes) - 1
+    gelu.opcodeIndex = code_of(model, "RELU")
     gelu.builtinOptions, gelu.builtinOptionsType = None, 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.first_pair import first_bundle
-from helpers.make_bundle import Memory, drafter_of, kind, load, pack
+from helpers.make_bundle import Memory, code_of, drafter_of, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
 from seam import MtpExtractError, Shard, prove, read, roles_of
 
@@ -63,8 +63,7 @@ def refuse(model: Any) -> str:
 
 
 def recoded(model: Any, op: Any) -> None:
-    codes = {kind(model, o): int(o.opcodeIndex) for g in model.subgraphs for o in g.operators}
-    op.opcodeIndex, op.builtinOptions2 = codes["SUB"], None
+    op.opcodeIndex, op.builtinOptions2 = code_of(model, "SUB"), None
 
 
 DAMAGES: dict[str, Callable[[Any, Any, int], object]] = {

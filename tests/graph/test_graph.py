@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.make_bundle import Memory, code_names, kind, load, pack
+from helpers.make_bundle import Memory, code_of, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 from seam import (
@@ -85,11 +85,8 @@ def test_a_window_left_to_the_runtime_must_be_said() -> None:
 def recoded(old: str, new: str) -> Memory:
     """torch_plain_norm, every comparison ``old`` another one."""
     model = load(variant("torch_plain_norm").read_bytes())
-    number = {name: code for code, name in code_names().items()}[new]
-    for op in model.subgraphs[0].operators:
-        if kind(model, op) == old:
-            code = model.operatorCodes[op.opcodeIndex]
-            code.builtinCode = code.deprecatedBuiltinCode = number
+    for op in [op for op in model.subgraphs[0].operators if kind(model, op) == old]:
+        op.opcodeIndex = code_of(model, new)
     return Memory(pack(model))
 
 
