@@ -87,9 +87,9 @@ class Comparisons(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, corpus: Corpus, before: Acceptance, after: Acceptance) -> Comparisons:
         """Of two drafters on the held-out texts of ``corpus``."""
-        by_workload: dict[str, list[int]] = {}
-        for index, (item, _) in enumerate(corpus.held_out):
-            by_workload.setdefault(item.workload, []).append(index)
+        names = [item.workload for item, _ in corpus.held_out]
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        workload = torch.tensor([number_of[name] for name in names])[before.text]
         unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.sequences)
 
         # Intervals count units in place of texts.
@@ -102,9 +102,7 @@ class Comparisons(msgspec.Struct, frozen=True):
 
         return cls(
             overall=compare_at(before.text < corpus.own),
-            workloads={
-                name: compare_at(torch.isin(before.text, torch.tensor(texts))) for name, texts in by_workload.items()
-            },
+            workloads={name: compare_at(workload == number) for name, number in number_of.items()},
             unseen=compare_at(unseen) if unseen.any() else None,
             worst=_worst(corpus, before, after),
         )
@@ -129,8 +127,7 @@ class Comparisons(msgspec.Struct, frozen=True):
 
     def undecided(self) -> Iterator[str]:
         """What too few texts leave open, in a sentence, if they do."""
-        without_interval = [(name, result) for name, result in self.workloads.items() if result.change.interval is None]
-        few = [f"{name} ({result.texts})" for name, result in without_interval]
+        few = [f"{name} ({part.texts})" for name, part in self.workloads.items() if part.change.interval is None]
         if self.unseen is None or self.unseen.change.interval is None:
             few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
         if few:
