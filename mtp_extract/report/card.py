@@ -24,7 +24,6 @@ from mtp_extract.report.templates import render_template
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
-
 PROVEN: Final = "proven"
 MEASURED: Final = "measured"
 NAMED: Final = "named"
