@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from helpers.record_document import RECORD, ordered_head, tuning
 from helpers.web import HOSTILE, Page
@@ -12,6 +10,8 @@ from hypothesis import strategies as st
 
 from mtp_extract.report.card import Verdict, model_card
 from mtp_extract.report.markdown import paragraph, plain, visible
+
+from .test_page import renamed
 
 markdown_it = pytest.importorskip("markdown_it")
 RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
@@ -51,19 +51,12 @@ def test_whatever_it_is_made_of(text: str) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE[:12])
 def test_a_card_of_such_names(name: str) -> None:
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: renamed(item) for key, item in value.items()}
-        return (
-            [renamed(item) for item in value] if isinstance(value, list) else name if isinstance(value, str) else value
-        )
-
     step = {"layout": "x", "dtype": "x", "rounded": ["x"], "rule": "x"}
     made = {"tuning": tuning("x"), "ordered_head": ordered_head("x"), "converted_from": [step]}
     sound = {**RECORD, **made, "geometry": {"base": "x"}, "proof": ["x"], "rule": "x", "layout": "litert"}
-    source = {**renamed(sound["source"]), "provenance": {"url": name, name: name, "repository": name}}
+    source = {**renamed(sound["source"], name), "provenance": {"url": name, name: name, "repository": name}}
     tags = []
-    for record, word in ((sound, "x"), ({**renamed(sound), "source": source, "layout": "litert"}, name)):
+    for record, word in ((sound, "x"), ({**renamed(sound, name), "source": source, "layout": "litert"}, name)):
         text = model_card(record, [word], Verdict(True, word)).split("---\n", 2)[2]
         tags.append({tag for tag, _ in Page(RENDER(text)).elements})
     assert tags[1] <= tags[0]
