@@ -160,11 +160,8 @@ class Plan:
 def store_all(
     store: Callable[[Role, Weight, str], StoredAs], checkpoint: Checkpoint, dtype: str
 ) -> dict[str, StoredAs]:
-    """How each weight of ``checkpoint`` will be stored, by role, in order; ``store`` is a format's.
-
-    Raises:
-        CheckpointError: it lacks a weight that no engine does without.
-    """
+    """How each weight of ``checkpoint`` will be stored, by role, in order; ``store`` is a format's. Raises as
+    :meth:`Checkpoint.whole`."""
     tensors = checkpoint.whole().tensors
     return {role.name: store(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
 

@@ -55,11 +55,8 @@ def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What is wrong with the shape that the file at ``path`` describes is said with its name.
-
-    Raises:
-        CheckpointError: for any that is raised inside, and for a shape that no drafter or no such file has.
-    """
+    """Around reading the shape that the file at ``path`` describes: whatever is wrong with it is a CheckpointError that
+    names the file."""
     try:
         yield
     except (CheckpointError, DrafterError, UnsupportedError) as error:
@@ -109,11 +106,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def read_weights(directory: Path, name: str) -> Tensors:
-    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`weight_files`).
-
-    Raises:
-        CheckpointError: a file is missing or damaged, a tensor lies in two, or not where an index says.
-    """
+    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`weight_files`);
+    CheckpointError where a file is missing or damaged, or two hold the same tensor."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for path in weight_files(directory, name):
         stored, _ = read_safetensors(path)
@@ -126,8 +120,7 @@ def read_weights(directory: Path, name: str) -> Tensors:
 def unread_index(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...]:
     """Why an engine that goes by the index of ``name`` would read other tensors, as a clause; none where it would not.
 
-    Raises:
-        CheckpointError: the index is the only way to the tensors, and names a tensor that is not where it says.
+    Where the index is the only way to the tensors, that is a CheckpointError.
     """
     index = directory / f"{name}{INDEX_ENDING}"
     if not index.is_file():
