@@ -87,7 +87,6 @@ def app_of(
     """The command of a function, whose docstring is its help.
 
     Args:
-        function: its parameters are annotated with options and arguments.
         examples: for the help: a command line → what that does.
         no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
     """

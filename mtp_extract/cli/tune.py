@@ -141,7 +141,6 @@ def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
 
 
 def _show(outcome: Outcome, plan: TuningPlan) -> None:
-    """What was made, the comparison before and after, and where all of it lies."""
     _say_what_was_made(outcome, plan)
     if not _is_unchanged(outcome, plan):
         _show_comparisons(outcome.comparisons, plan)

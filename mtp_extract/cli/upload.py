@@ -61,7 +61,6 @@ def upload_command(
 
 
 def _show(result: UploadResult) -> None:
-    """What was sent, or would be, file by file, and where it can be seen."""
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     if result.dry_run:

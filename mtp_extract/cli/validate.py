@@ -87,7 +87,6 @@ def validate_command(
 
 
 def _show(validation: Validation) -> None:
-    """Print the verdict, what to know of it, and one table."""
     from mtp_extract.validation import page
 
     say_all(validation.verdict)

@@ -72,11 +72,7 @@ def _share(hits: CountArray, sizes: CountArray) -> Figure:
 def expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int) -> list[Counts]:
     """What each of ``drafters`` comes to along ``texts``, in their order; the base reads each text once.
 
-    Where there is no room for a draft, a round is none that a server counts.
-
-    Args:
-        texts: each with at least one anchor.
-        steps: drafts a round.
+    Each text has an anchor. Where there is no room for a draft, a round is none that a server counts.
     """
     tables = torch.zeros(len(drafters), len(texts), steps + 1, dtype=torch.double)
     for rows in groups([len(text.tokens) for text in texts], BATCH):

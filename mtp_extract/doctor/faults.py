@@ -47,10 +47,8 @@ FAULTS: Mapping[str, tuple[str, str]] = {
 def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -> dict[str, Drafter]:
     """By fault, a drafter that has it; none where this one has nothing to break.
 
-    Args:
-        convention: of the two, the one that the drafter drafts better by.
-        layers: of the base.
-        lag: tokens that a round adds in serving, on the mean.
+    ``convention`` is, of the two, the one that it drafts better by, and ``lag`` as of :func:`count_expected`; the base
+    has so many ``layers``.
     """
     faulty: dict[str, Drafter] = {}
     for control in CONTROLS:

@@ -147,10 +147,8 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
 
     vLLM counts drafts that the last round accepts beyond the end of the text. These are left out where rounds are
     reported: a text's first token is of no round, and a round adds one beside its drafts; but the last one adds none
-    where a draft ended the text. How deep the last round went is not reported: it is taken to be as deep as any.
-
-    Args:
-        stops: tokens that end a text.
+    where a draft ended the text, in one of the tokens ``stops``. How deep the last round went is not reported: it is
+    taken to be as deep as any.
     """
     if not all(_says_accepted(sample.answer) for sample in chosen):
         return None

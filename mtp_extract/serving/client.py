@@ -190,17 +190,14 @@ class _Arrived:
             raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
         self.usage = event.usage or self.usage
         self.counted = counters_of_answer(event.timings, event.metrics, event.sglext) or self.counted
-        # vLLM says them beside the choices of a chat, and else in them.
-        self.prompt_ids = event.prompt_token_ids or self.prompt_ids
+        choice = _Choice()
         if event.choices:
+            choice = event.choices[0]
             self.last_at = now
-            self._add_choice(event.choices[0], event, now)
-
-    def _add_choice(self, choice: _Choice, event: _Event, now: float) -> None:
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.token_ids += choice.token_ids or ()
-        if not event.prompt_token_ids:
-            self.prompt_ids = choice.prompt_token_ids or self.prompt_ids
+        # vLLM says them beside the choices of a chat, and else in them.
+        self.prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or self.prompt_ids
 
         delta = choice.delta or choice.message or choice
         thought = delta.reasoning or delta.reasoning_content or ""
