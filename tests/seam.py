@@ -7,7 +7,7 @@ import that one. Where the package is rebuilt inside, this file changes, and no 
 # ruff: noqa: F401 - what is imported here is what tests may use.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
