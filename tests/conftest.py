@@ -25,8 +25,10 @@ NEED_TORCH = (
     "insertion/test_calibration.py",
     "insertion/test_clipping.py",
     "formats/test_in_engines.py",
+    "formats/test_other_tools.py",
     "cli/test_eagle3.py",
     "scripts/test_in_engines.py",
+    "scripts/test_rehearse.py",
     "scripts/test_sample.py",
 )
 

@@ -51,6 +51,16 @@ def test_the_sample_is_small_and_there() -> None:
     assert {f.name for f in sample_base().iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
+def test_what_imports_torch_is_not_collected_without_it() -> None:
+    """A file of tests that imports it at its top is one of ``NEED_TORCH``."""
+    tests = ROOT / "tests"
+    text = (tests / "conftest.py").read_text(encoding="utf-8")
+    listed = [tests / name for name in re.findall(r'"([^"]+)"', text.partition("NEED_TORCH = (")[2].partition(")")[0])]
+    importing = re.compile("^(import|from) (torch|transformers)\\b", re.MULTILINE)
+    files = [path for path in tests.rglob("test_*.py") if importing.search(path.read_text(encoding="utf-8"))]
+    assert not [path for path in files if not any(path.is_relative_to(place) for place in listed)]
+
+
 def test_exported_names() -> None:
     assert mtp_extract.__all__ == sorted(mtp_extract.__all__)
     for name in mtp_extract.__all__:
