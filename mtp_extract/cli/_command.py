@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -81,21 +82,22 @@ def flag_of(command: TyperCommand, name: str) -> str | None:
     return None
 
 
-def app_of(
-    function: Callable[..., None], examples: Mapping[str, str], *, no_arguments_is_help: bool = True
-) -> typer.Typer:
-    """The command of a function, whose docstring is its help.
+def command_of(
+    function: Callable[..., None], examples: Mapping[str, str], *, no_arguments_is_help: bool = True, **how: Any
+) -> tuple[typer.Typer, Callable[..., None]]:
+    """The command of a function, whose docstring is its help, and what runs it.
 
     Args:
         examples: for the help: a command line → what that does.
         no_arguments_is_help: whether the command by itself prints its help; else it has all it needs.
+        how: it is to be run, as :func:`run` explains it.
     """
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     decorate = app.command(
         cls=_Command, context_settings=SETTINGS, epilog=epilog_of(examples), no_args_is_help=no_arguments_is_help
     )
     decorate(function)
-    return app
+    return app, partial(run, app, **how)
 
 
 def epilog_of(examples: Mapping[str, str]) -> str:

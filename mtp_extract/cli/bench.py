@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import ApiKey, AsJson, Prompts, ServedModel, call_by_name
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.serving.plan import BenchPlan
@@ -54,5 +53,4 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app = app_of(bench_command, _EXAMPLES)
-main = partial(run, app, kept="what was measured until then is above, if anything was")
+app, main = command_of(bench_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import TerminalReporter
@@ -61,5 +60,4 @@ _EXAMPLES = {
     "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "Rounds a published drafter to INT4.",
 }
 
-app = app_of(convert_command, _EXAMPLES)
-main = partial(run, app, is_short=True)
+app, main = command_of(convert_command, _EXAMPLES, is_short=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel, call_by_name
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.doctor.plan import DoctorPlan
@@ -60,5 +59,4 @@ _EXAMPLES = {
     "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
 }
 
-app = app_of(doctor_command, _EXAMPLES)
-main = partial(run, app)
+app, main = command_of(doctor_command, _EXAMPLES)

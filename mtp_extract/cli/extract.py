@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.cli.terminal import TerminalReporter
@@ -69,5 +68,4 @@ _EXAMPLES = {
     "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
-app = app_of(extract_command, _EXAMPLES)
-main = partial(run, app, is_short=True)
+app, main = command_of(extract_command, _EXAMPLES, is_short=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import AsJson, call_by_name
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import TerminalReporter, say, say_notes, size, table, write_json
@@ -106,5 +105,4 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app = app_of(insert_command, _EXAMPLES)
-main = partial(run, app, is_short=True)
+app, main = command_of(insert_command, _EXAMPLES, is_short=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._written import found_in, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import TerminalReporter, say, say_all, say_notes, size, table, write_json
@@ -261,5 +260,4 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app = app_of(inspect_command, _EXAMPLES)
-main = partial(run, app, is_short=True, writes=False)
+app, main = command_of(inspect_command, _EXAMPLES, is_short=True, writes=False)

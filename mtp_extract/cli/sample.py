@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
 _PATHS = {"bundle": sample_bundle, "base": sample_base, "prompts": sample_prompts}
@@ -29,5 +28,4 @@ _EXAMPLES = {
     'mtp-validate DIR --base "$(mtp sample base)"': "Measures a drafter of the sample beside its base.",
 }
 
-app = app_of(sample_command, _EXAMPLES, no_arguments_is_help=False)
-main = partial(run, app, is_short=True)
+app, main = command_of(sample_command, _EXAMPLES, no_arguments_is_help=False, is_short=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import RecordName, schema
 
@@ -26,5 +25,4 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app = app_of(schema_command, _EXAMPLES)
-main = partial(run, app, is_short=True)
+app, main = command_of(schema_command, _EXAMPLES, is_short=True)

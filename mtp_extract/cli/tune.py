@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel, call_by_name
 from mtp_extract.cli.terminal import TerminalReporter, error, say, say_notes, table
 from mtp_extract.errors import escape
@@ -229,5 +228,6 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app = app_of(tune_command, _EXAMPLES)
-main = partial(run, app, kept="no drafter was written; the same command goes on where this one stopped")
+app, main = command_of(
+    tune_command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped"
+)

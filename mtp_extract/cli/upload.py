@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, run
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli.terminal import say, say_notes, size, table
 from mtp_extract.errors import escape
 from mtp_extract.report.card import CardWords
@@ -82,5 +81,4 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app = app_of(upload_command, _EXAMPLES)
-main = partial(run, app)
+app, main = command_of(upload_command, _EXAMPLES)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, app_of, command_line, run
+from mtp_extract.cli._command import Version, command_line, command_of
 from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, call_by_name, whole_numbers
 from mtp_extract.cli.terminal import TerminalReporter, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
@@ -111,5 +110,4 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app = app_of(validate_command, _EXAMPLES)
-main = partial(run, app, kept="what was measured until then is above, if anything was")
+app, main = command_of(validate_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

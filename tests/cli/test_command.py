@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import mtp_extract
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.cli import COMMANDS, bench, doctor, module_of, tune, validate
-from mtp_extract.cli._command import Version, app_of
+from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli._options import whole_numbers
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import PlanError
@@ -53,7 +53,7 @@ def call(*arguments: str) -> tuple[int, dict[str, Any], str]:
             raise PlanError("expected batch of at most 6, found 7. Lower it.", remedies=("batch", "steps", "none"))
         values.update(directory=directory, batch=batch, steps=whole_numbers("steps", steps))
 
-    app = app_of(command, {"mtp-it": "Does it."}, no_arguments_is_help=False)
+    app, _ = command_of(command, {"mtp-it": "Does it."}, no_arguments_is_help=False)
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, values, " ".join(result.output.split())
 
