@@ -161,11 +161,7 @@ class Opened(AbstractContextManager["Opened"]):
             self.source.prefetch(part.begin, part.size)
 
     def chosen(self) -> list[Section]:
-        """The section asked for, or those that the header calls drafters.
-
-        Raises:
-            NoDrafterError: there is no such section, or no model in it.
-        """
+        """The section asked for, a NoDrafterError if no model is there; or those that the header calls drafters."""
         models = self._models
         if self.section is None:
             return [s for s in models if s.model_type == MODEL_TYPE]

@@ -59,11 +59,7 @@ class _Command(TyperCommand):
     """A command for which a plan that cannot be made is wrong usage."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the function.
-
-        Raises:
-            BadParameter: what it is to do is out of bounds, or does not go together.
-        """
+        """Call the function; BadParameter where what it is to do is out of bounds, or does not go together."""
         try:
             return super().invoke(ctx)
         except PlanError as error:

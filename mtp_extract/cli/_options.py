@@ -18,11 +18,7 @@ _Result = TypeVar("_Result")
 
 
 def key_from(variable: str) -> str:
-    """The key that the environment variable holds.
-
-    Raises:
-        MtpExtractError: it holds none.
-    """
+    """The key that the environment variable holds; a MtpExtractError where it holds none."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         content = "something else" if key else "none"
@@ -34,11 +30,7 @@ def key_from(variable: str) -> str:
 
 
 def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Numbers from 1, between commas, that ``text`` holds.
-
-    Raises:
-        PlanError: something else is there, in the option for the argument ``name``.
-    """
+    """Numbers from 1, between commas, in the option for the argument ``name``; a PlanError of anything else."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:

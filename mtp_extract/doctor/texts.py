@@ -37,11 +37,7 @@ class Sample:
 
 
 def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list[Answer]:
-    """The greedy answers to all prompts with their counters, one at a time: so the page's between two are of one.
-
-    Raises:
-        MtpExtractError: the server does not answer as it should.
-    """
+    """The greedy answers to all prompts with their counters, one at a time: so the page's between two are of one."""
     answers = []
     for prompt in prompts:
         before = server.counters()

@@ -81,10 +81,7 @@ class _Run:
             server.ask(self.questions[:requests], self.plan.concurrency)
 
     def ask_all(self, reporter: Reporter) -> None:
-        """Every prompt of every server, window by window.
-
-        Raises ServerError: none of a server's answers could be used, or none of the last ones.
-        """
+        """Every prompt of every server, by window; a ServerError where no answer, or none of the last, can be used."""
         # A window fills what may be in flight four times, with all workloads alike: it takes every so many-th prompt.
         concurrency, size = self.plan.concurrency, len(self.prompts)
         count = max(1, size // (1 if concurrency == 1 else 4 * concurrency))

@@ -386,8 +386,7 @@ class Server(AbstractContextManager["Server"]):
     def _request(self, path: str, read: Callable[[Any], _Reply], content: bytes | None = None) -> _Reply:
         """What ``read`` makes of the answer to a request: for a page, or with ``content``, which is JSON.
 
-        Raises:
-            ServerError: the server says that it does not answer; in its own words, where it has some.
+        A ServerError says that the server does not answer; in its own words, where it has some.
         """
         method = "POST" if content else "GET"
         headers = {"Content-Type": "application/json"} if content else {}

@@ -102,11 +102,7 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
 
 
 def counters_of_answer(timings: Any, metrics: Any, sglext: Any) -> Counters | None:
-    """The counters in these fields of an event of an answer; None where it has none.
-
-    Raises:
-        ServerError: one is not a count.
-    """
+    """The counters in these fields of an answer's event; None where it has none, ServerError where one is no count."""
     sent = timings or at(metrics, "speculative_decoding") or at(sglext, "spec_tokens_details")
     if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
         return None
