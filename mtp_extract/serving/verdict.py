@@ -14,6 +14,12 @@ from mtp_extract.serving.result import Benchmark, Side, Window, answered
 _SPEED_COLUMNS = ("tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms", "all tokens/s")
 _DRAFT_COLUMNS = ("acceptance %", "tokens/round")
 
+_UNCOUNTED = "does not say how many tokens {} had: they have no tokens/s (OpenAI's field is usage)."
+_NOT_STREAMED = "streamed nothing, and sent a JSON object, for {}: they have no tokens/s."
+_BUFFERED = "sent all of the text at once for {}, as a proxy that buffers does: they have no tokens/s."
+_THOUGHTS = "counted tokens that it did not stream, as of thoughts, in {}."
+_BEYOND = "counted one token more than the {limit} that were asked for in {}."
+
 
 def conclude_benchmark(benchmark: Benchmark) -> None:
     """Write the verdict, the findings and the notes into ``benchmark``."""
@@ -128,39 +134,21 @@ def _counting_notes(name: str, windows: Sequence[Window], side: Side, answers: i
 
 def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
     """Why answers have no speed, or another one than their tokens would say."""
-    uncounted_thoughts = any(answer.unstreamed and answer.first_tokens is None for answer in answers)
-    thoughts = (
-        "Those without a count at their first text have no tokens/s."
-        if uncounted_thoughts
-        else "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
+    thoughts = "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
+    if any(answer.unstreamed and answer.first_tokens is None for answer in answers):
+        thoughts = "Those without a count at their first text have no tokens/s."
+    # What is said of answers, and whether one is concerned.
+    reasons: tuple[tuple[str, Callable[[Answer], bool]], ...] = (
+        (_UNCOUNTED, lambda answer: answer.tokens is None),
+        (_NOT_STREAMED, lambda answer: not answer.streamed),
+        (_BUFFERED, lambda answer: answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1),
+        (f"{_THOUGHTS} {thoughts}", lambda answer: answer.unstreamed),
+        (_BEYOND, lambda answer: (answer.tokens or 0) > limit),
     )
-    # Whether an answer is concerned, and what is said of those that are.
-    reasons: tuple[tuple[Callable[[Answer], bool], str], ...] = (
-        (
-            lambda answer: answer.tokens is None,
-            "does not say how many tokens {} had: they have no tokens/s (OpenAI's field is usage).",
-        ),
-        (
-            lambda answer: not answer.streamed,
-            "streamed nothing, and sent a JSON object, for {}: they have no tokens/s.",
-        ),
-        (
-            lambda answer: answer.streamed and bool(answer.text) and not answer.seconds and answer.tokens != 1,
-            "sent all of the text at once for {}, as a proxy that buffers does: they have no tokens/s.",
-        ),
-        (
-            lambda answer: answer.unstreamed,
-            f"counted tokens that it did not stream, as of thoughts, in {{}}. {thoughts}",
-        ),
-        (
-            lambda answer: (answer.tokens or 0) > limit,
-            f"counted one token more than the {limit} that were asked for in {{}}.",
-        ),
-    )
-    for is_concerned, sentence in reasons:
+    for sentence, is_concerned in reasons:
         if count := sum(map(is_concerned, answers)):
             concerned = f"{count} of {several(len(answers), 'answer')}"
-            yield f"{name} {sentence.format(concerned)}"
+            yield f"{name} {sentence.format(concerned, limit=limit)}"
 
 
 def benchmark_table(benchmark: Benchmark) -> ReportTable:
