@@ -1,13 +1,13 @@
 """The MTP drafter of Gemma 4, whole, to be held beside its description.
 
-One step: the token last chosen (its embedding in the *base* model, times the root of the base's width) and
-the base's hidden state that predicted it go in side by side, embedding first. A few layers without K and V
-of their own look at the base model's cache. Out come logits for the next token, and a state of the base's
-width that takes the place of the hidden state in the next step.
+One step: the token last chosen (its embedding in the *base* model, times the root of the base's width) and the base's
+hidden state that predicted it go in side by side, embedding first. A few layers without K and V of their own look at
+the base model's cache. Out come logits for the next token, and a state of the base's width that takes the place of the
+hidden state in the next step.
 
-Weights and activations may be BF16; every RMSNorm, the rotation, attention logits, softmax and soft cap
-are computed in F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range. Every matrix is an
-``nn.Linear`` under the name of its role, so that PyTorch's forward hooks can see and replace its input and output.
+Weights and activations may be BF16; every RMSNorm, the rotation, attention logits, softmax and soft cap are computed in
+F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range. Every matrix is an ``nn.Linear``
+under the name of its role, so that PyTorch's forward hooks can see and replace its input and output.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ LITERT = Convention(position_offset=-1, window_extra=0)
 class OrderedHeadNetwork(nn.Module):
     """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
 
-    ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken
-    over the whole call, so the value of the *unselected* logits depends on what else is in the batch; the
-    argmax does not.
+    ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken over the whole
+    call, so the value of the *unselected* logits depends on what else is in the batch; the argmax does not.
     """
 
     def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
@@ -202,12 +201,9 @@ class MtpDrafter(DrafterNetwork):
     def views(
         self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None = None
     ) -> tuple[AttentionInput, ...]:
-        """What each layer looks at, one for all that are alike.
+        """What each layer looks at, one for all that are alike, from ``position_ids``, integers [batch, queries].
 
-        Args:
-            shared_kv: layer type → the base's K and V.
-            position_ids: integers [batch, queries].
-            masks: layer type → bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
+        ``masks`` are bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
         """
         device = self.pre_projection.weight.device
         view_of: dict[LayerConfig, AttentionInput] = {}

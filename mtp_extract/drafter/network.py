@@ -49,8 +49,8 @@ class Angles(NamedTuple):
 def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
     """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
 
-    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation
-    leaves the frequencies past its share at zero.
+    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation leaves the
+    frequencies past its share at zero.
     """
     rotated = int(rope.partial_rotary_factor * width // 2)
     index = torch.arange(width // 2, device=position_ids.device)

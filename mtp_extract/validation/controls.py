@@ -133,8 +133,7 @@ CONTROLS: tuple[Control, ...] = (
     ),
 )
 
-LEVEL = 1 - 0.05 / len(CONTROLS)
-"""Of each control's interval: so that in 95 % of measurements none of them all misleads."""
+LEVEL = 1 - 0.05 / len(CONTROLS)  # of each control's interval: in 95 % of measurements none of them all misleads
 
 
 def draft_together(

@@ -52,13 +52,11 @@ TOLERANCE = 1e-4  # of the range of an output of transformers: the same arithmet
 _SAMPLES = 4  # steps that transformers runs
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
+# What signatures take for one draft step, by name; activations and caches in float32. Some take no mask.
 GraphInputs = Mapping[str, NDArray[Any]]
-"""What signatures take for one draft step, by name; activations and caches in float32. Some take no mask."""
-
 Outputs = tuple[Floats, Floats]  # logits [vocabulary] and projected state [base width] of one step
-
+# Directory, its drafter in float32, and the file's drafter → whether a program agrees, and the evidence.
 Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
-"""Directory, its drafter in float32, and the file's drafter → whether a program agrees, and the evidence."""
 
 
 @dataclass(frozen=True)

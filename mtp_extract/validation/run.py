@@ -136,22 +136,16 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
         tree.require_tokens(pair.base.vocab_size)
     if pair.base.width <= _SMALL:
         torch.set_num_threads(1)
+    sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
     validation.settings = {
         "prompts": dict(Counter(prompt.workload for prompt in prompts)),
-        "batch": plan.batch,
-        "new_tokens": plan.new_tokens,
+        **sizes,
         "draft_steps": sorted(set(plan.draft_steps)),
         "trees": list(plan.wanted),
     }
     with memory_guard("running the base"):
         written = write_texts(
-            pair.base,
-            pair.codec,
-            prompts,
-            new_tokens=plan.new_tokens,
-            batch=plan.batch,
-            chat_template=plan.chat_template,
-            reporter=reporter,
+            pair.base, pair.codec, prompts, **sizes, chat_template=plan.chat_template, reporter=reporter
         )
         _measure_drafts(plan, loaded, contenders, written, validation, reporter)
     validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
@@ -188,7 +182,6 @@ def _load_contenders(
             except PairError as error:
                 raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
             contenders.append(_Contender(each, str(tuning["mode"]) if tuning else None, pair))
-
     return loaded, contenders
 
 

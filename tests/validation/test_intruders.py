@@ -42,26 +42,18 @@ FILES: Mapping[str, object] = {
 }
 """Name → content: text, JSON, or None for a copy of the weights."""
 
-CHANGES: Mapping[str, object] = DATA["change the function"]
-"""Keys that change the function and none of our configurations has."""
-
-UNKNOWN: Mapping[str, object] = DATA["unknown"]
-"""Keys of which nobody here knows what they do."""
-
+CHANGES: Mapping[str, object] = DATA["change the function"]  # keys that do, and none of our configurations has
+UNKNOWN: Mapping[str, object] = DATA["unknown"]  # keys of which nobody here knows what they do
+# Keys of ours whose value changes no draft of such a drafter; training, the tokenizer and the engine read them.
 HARMLESS: Sequence[str] = DATA["harmless"]
-"""Keys of ours whose value changes no draft of such a drafter; training, the tokenizer and the engine read them."""
-
+# What counts in MLX for modules without an entry of their own, of which we write none.
 OF_NO_MODULE = [("quantization", key) for key in ("group_size", "bits", "mode")]
-"""What counts in MLX for modules without an entry of their own, of which we write none."""
-
+# Key of the header of a GGUF → a value that makes another drafter of it; None takes it away.
 GGUF_KEYS: Mapping[str, object] = DATA["keys of a gguf"]
-"""Key of the header of a GGUF → a value that makes another drafter of it; None takes it away."""
-
+# Key of ``extraction.json`` → what it may say instead; each is refuted where the bundle is at hand.
 LIES: Mapping[str, object] = DATA["lies"]
-"""Key of ``extraction.json`` → what it may say instead; each is refuted where the bundle is at hand."""
-
+# What it says of where the directory came from and what was done to it: no property of a bundle.
 PAST: Mapping[str, object] = {**DATA["past"], "tuning": TUNING}
-"""What it says of where the directory came from and what was done to it: no property of a bundle."""
 
 
 def put(document: dict[str, Any], key: str, value: object) -> None:
