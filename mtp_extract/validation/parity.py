@@ -283,9 +283,8 @@ def _run_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tu
         model, info = loaded
         if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
             return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
-        steps = [*random_inputs(source, _SAMPLES)]
-        theirs = [_outputs(model, source, drafter.config, inputs) for inputs in steps]
-        worst = apart([reference_output(drafter, source, inputs) for inputs in steps], theirs).worst
+        theirs = [_outputs(model, source, drafter.config, inputs) for inputs in random_inputs(source, _SAMPLES)]
+        worst = apart([reference_output(drafter, source, x) for x in random_inputs(source, _SAMPLES)], theirs).worst
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
     evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
