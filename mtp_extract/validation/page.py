@@ -26,7 +26,6 @@ from mtp_extract.validation.result import (
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
 _ROUND, _FORCED = "tokens per round", "teacher-forced tokens per round"
-_ALL = "all"
 _STANDING = {
     "below": "below the real drafter",
     "above": "above the real drafter",
@@ -184,7 +183,7 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
 
 
 def _workloads_of(drafter: DrafterFigures) -> dict[str, Workload]:
-    return {**drafter.workloads, _ALL: drafter.agreement}
+    return {**drafter.workloads, "all": drafter.agreement}
 
 
 def _forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:

@@ -185,7 +185,7 @@ def _identity_headline(validation: Validation) -> Headline:
             counted += f", {word}: {', '.join(names)}"
     return Headline(
         "Verdict",
-        verdict_word(validation.evidence, is_refuted=validation.refuted),
+        verdict_word(PROVEN if validation.verified else validation.evidence, is_refuted=validation.refuted),
         counted if validation.checks else "compared with no file",
         _IDENTITY.get(validation.evidence or "", _IDENTITY[PROVEN]),
         "bad" if validation.refuted else "good" if validation.verified else "",
