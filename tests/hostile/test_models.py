@@ -47,10 +47,6 @@ def gate(model: Any) -> Any:
     return model.subgraphs[0].tensors[linear(model, 3).inputs[1]]
 
 
-def floats(*values: float) -> bytes:
-    return np.array(values, "<f4").tobytes()
-
-
 def refuse(data: bytes, tmp_path: Path, error: type[MtpExtractError], match: str) -> None:
     """Extraction of ``data`` ends in ``error``, and leaves nothing."""
     path = tmp_path / "bad.tflite"
@@ -78,13 +74,11 @@ def _scale_of_one(value: float) -> Callable[[Any], None]:
 @on_model
 def _blockwise(model: Any, scales: int = -2, zero_points: int = -1, size: int = 4) -> None:
     """Blocks on gate; ``scales`` -2 stands for a new, sound tensor, -3 for gate itself."""
-    tensors = model.subgraphs[0].tensors
     if scales == -2:
-        tensor = schema.TensorT(name=b"s", type=FLOAT32, shape=[16, 2])
-        set_buffer(model, tensor, floats(*[0.01] * 32))
-        tensors.append(tensor)
-    index = {-2: len(tensors) - 1, -3: tensors.index(gate(model))}.get(scales, scales)
-    details = schema.BlockwiseQuantizationT(scales=index, zeroPoints=zero_points, blockSize=size)
+        scales = Graph(model, {}).constant(np.full((16, 2), 0.01))
+    elif scales == -3:
+        scales = model.subgraphs[0].tensors.index(gate(model))
+    details = schema.BlockwiseQuantizationT(scales=scales, zeroPoints=zero_points, blockSize=size)
     blockwise = schema.QuantizationDetails.BlockwiseQuantization
     gate(model).quantization = schema.QuantizationParametersT(detailsType=blockwise, details=details)
 
@@ -121,7 +115,8 @@ def _after(model: Any, name: str, by: int, *values: float) -> None:
     """Numbers in place of the constant of the operator ``by`` places after the first of the builtin ``name``."""
     operators = model.subgraphs[0].operators
     at = operators.index(op_of(model, name))
-    set_buffer(model, model.subgraphs[0].tensors[operators[at + by].inputs[1]], floats(*values))
+    constant = model.subgraphs[0].tensors[operators[at + by].inputs[1]]
+    set_buffer(model, constant, np.array(values, "<f4").tobytes())
 
 
 def _signature(change: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -156,9 +151,7 @@ def _options(model: Any, field: str) -> None:
 
 
 def _bias(model: Any) -> None:
-    tensor = schema.TensorT(name=b"bias", type=FLOAT32, shape=[16])
-    set_buffer(model, tensor, floats(*[0.0] * 15, 1e-30))
-    linear(model, 3).inputs[2] = added(model.subgraphs[0].tensors, tensor)
+    linear(model, 3).inputs[2] = Graph(model, {}).constant([0.0] * 15 + [1e-30])
 
 
 CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
