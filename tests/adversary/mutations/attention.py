@@ -84,11 +84,6 @@ def second_head_sees_all(g: Graph) -> None:
     g.set_input(layer.softmax, 0, hidden)
 
 
-def causal_reversed(g: Graph) -> None:
-    (op,) = [op for op in g.ops if g.kind(op) == "GREATER_EQUAL"]
-    g.recode(op, "LESS_EQUAL")
-
-
 def causal_by_param_tensor(g: Graph) -> None:
     for op in [op for op in g.ops if g.kind(op) == "LESS"]:
         g.set_input(op, 0, g.reshape(end_param(g), g.shape(int(op.inputs[0]))))
@@ -105,15 +100,12 @@ MASKS: dict[str, Change] = {
     "window_of_the_future": bounded(compare("LESS_EQUAL", 0), compare("GREATER", -e.WINDOW)),
     "window_xor_mask": visible(0, lambda g, x: g.not_equal(x, g.input("mask"))),
     "mask_ignored_full": visible(1, lambda g, _: compare("GREATER_EQUAL", 0)(g)),
-    "causal_is_reversed": causal_reversed,
+    "causal_is_reversed": lambda g: g.recode(next(op for op in g.ops if g.kind(op) == "GREATER_EQUAL"), "LESS_EQUAL"),
     "without_first_slot": visible(1, constant_mask(lambda s: s > 0)),
     "second_kv_head_sees_all": second_head_sees_all,
     "dilated": visible(1, by_rest(2)),
     "causal_by_param_tensor": causal_by_param_tensor,
 }
-
-REACH = 31
-"""How far before the position such a window begins: twice as far as a sliding layer sees."""
 
 
 def cut(g: Graph, x: int, size: int, begin: int) -> int:
@@ -131,8 +123,10 @@ def start(g: Graph, axis: int, begin: int, size: int) -> int:
 
 
 @a_change
-def windowed(g: Graph, scored: int, mixed: int, begin: int = REACH) -> bool | None:
-    """The sliding layer scores ``scored`` slots and weighs ``mixed``, both from the position less ``begin`` on."""
+def windowed(g: Graph, scored: int, mixed: int, begin: int = 31) -> bool | None:
+    """The sliding layer scores ``scored`` slots and weighs ``mixed``, both from the position less ``begin`` on: by
+    default twice as far back as it sees.
+    """
     place = g.layer(0)
     if place.score.builtinOptions is None:
         return False
@@ -256,12 +250,16 @@ ORDER: dict[str, Change] = {
 }
 
 
+def largest_score(g: Graph, x: int) -> int:
+    return g.reduce("REDUCE_MAX", x, 3)
+
+
 @a_change
 def softmax_spelled(
     g: Graph,
     layer: int,
     powers: Edit = lambda g, x: g.exp(x),
-    largest: Edit = lambda g, x: g.reduce("REDUCE_MAX", x, 3),
+    largest: Edit = largest_score,
     total: Edit = lambda g, x: x,
 ) -> None:
     """A softmax in its parts: ``powers`` of the scores less the ``largest``, over the ``total`` of their sum."""
@@ -292,8 +290,8 @@ def over_heads(g: Graph, x: int) -> int:
     return g.call("REDUCE_MAX", x, np.array([1, 2, 3], np.int32), shape=[1] * len(g.shape(x)), keepDims=True)
 
 
-def other_head(g: Graph, x: int) -> int:
-    return g.gather(g.reduce("REDUCE_MAX", x, 3), [*range(1, g.shape(x)[2]), 0], 2)
+def next_head(g: Graph, x: int) -> int:
+    return g.gather(x, [*range(1, g.shape(x)[2]), 0], 2)
 
 
 TOTALS: dict[str, Change] = {
@@ -306,10 +304,8 @@ TOTALS: dict[str, Change] = {
 
 LARGEST: dict[str, Change] = {
     "largest_of_all_heads": softmax_spelled(1, largest=over_heads),
-    "largest_of_the_next_head": softmax_spelled(1, largest=other_head),
-    "largest_by_0.98": softmax_spelled(
-        1, largest=lambda g, x: g.mul(g.reduce("REDUCE_MAX", x, 3), 0.98), total=add(1e-6)
-    ),
+    "largest_of_the_next_head": softmax_spelled(1, largest=chain(largest_score, next_head)),
+    "largest_by_0.98": softmax_spelled(1, largest=chain(largest_score, mul(0.98)), total=add(1e-6)),
 }
 
 

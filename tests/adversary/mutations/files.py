@@ -171,11 +171,6 @@ def neither_true_nor_false(g: Graph, x: int) -> int:
     return g.logical_and(x, constant)
 
 
-def from_bools(scale: float) -> Edit:
-    """Of codes two are left."""
-    return chain(e.through(np.bool_), mul(scale))
-
-
 def from_halves(scale: float) -> Edit:
     """Codes are halved, cut to whole numbers and doubled again."""
     return chain(lambda g, x: g.cast(x, np.float32), mul(0.5), e.through(np.int8), mul(2 * scale))
@@ -203,7 +198,7 @@ _TYPES = ("FLOAT16", "BFLOAT16", "INT32", "FLOAT64", "INT8", "BOOL")
 
 DECLARED: dict[str, Change] = {
     "mask_turned_around": visible(0, mask_turned_around),
-    **{f"{which}_through_bool": coded(which, from_bools) for which in "kv"},
+    **{f"{which}_through_bool": coded(which, lambda scale: chain(e.through(np.bool_), mul(scale))) for which in "kv"},
     **{f"{which}_of_halved_codes": coded(which, from_halves) for which in "kv"},
 }
 

@@ -65,6 +65,11 @@ def scales(edit: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], None]:
     return change
 
 
+def field(name: str, setting: Any) -> Callable[[Any], None]:
+    """A field of a tensor, as described in the file."""
+    return lambda tensor: setattr(tensor, name, setting)
+
+
 def zero_points(tensor: Any) -> None:
     tensor.quantization.zeroPoint = np.full(len(tensor.quantization.scale), 5, np.int64)
 
@@ -95,9 +100,9 @@ WEIGHTS: dict[str, Change] = {
     "zero_points": weight(OUT, zero_points),
     "data_and_offset": data_and_offset,
     "shuffled_format": lambda g: setattr(g.linear(UP).builtinOptions, "weightsFormat", _SHUFFLED),
-    "int8_typed_uint8": weight(OUT, lambda tensor: setattr(tensor, "type", schema.TensorType.UINT8)),
-    "int8_typed_bool": weight(OUT, lambda tensor: setattr(tensor, "type", schema.TensorType.BOOL)),
-    "int4_typed_int8": weight(UP, lambda tensor: setattr(tensor, "type", schema.TensorType.INT8)),
+    "int8_typed_uint8": weight(OUT, field("type", schema.TensorType.UINT8)),
+    "int8_typed_bool": weight(OUT, field("type", schema.TensorType.BOOL)),
+    "int4_typed_int8": weight(UP, field("type", schema.TensorType.INT8)),
     "scales_nan": weight(OUT, scales(lambda s: np.where(np.arange(s.size) == 3, np.nan, s))),
 }
 
@@ -147,10 +152,6 @@ OVERFLOW: dict[str, Change] = {
 }
 
 
-def reversed_channels(g: Graph, x: int) -> int:
-    return g.call("REVERSE_V2", x, np.array([len(g.shape(x)) - 1], np.int32), shape=g.shape(x))
-
-
 def custom(g: Graph, x: int) -> int:
     result = g.tensor(g.shape(x))
     op = g.emit("CUSTOM", [x], [result])
@@ -159,7 +160,7 @@ def custom(g: Graph, x: int) -> int:
 
 
 OPERATORS: dict[str, Change] = {
-    "reversed": edge("1.stream", reversed_channels),
+    "reversed": edge("1.stream", lambda g, x: g.call("REVERSE_V2", x, np.array([2], np.int32), shape=g.shape(x))),
     "length_of_1": edge("0.queries", e.unary("L2_NORMALIZATION")),
     "cosine_of_scores": edge("0.scores", e.unary("COS")),
     "sine_of_the_result": edge("0.attended", e.unary("SIN")),

@@ -15,9 +15,9 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, add, cases, edge, mul
-from adversary.mutations.attention import cache_edit, constant_mask, softmax_spelled, visible
+from adversary.mutations.attention import cache_edit, constant_mask, largest_score, softmax_spelled, visible
 from adversary.mutations.blocks import eps, fused, normed_by, recapped, result_of
-from adversary.mutations.numbers import OUT, turned, weight
+from adversary.mutations.numbers import OUT, field, turned, weight
 from adversary.mutations.positions import (
     EVERY,
     Array,
@@ -61,9 +61,7 @@ SUBTLE: dict[str, Change] = {
 
 PLAIN: dict[str, Change] = {
     "powers_of_at_least_-9": softmax_spelled(0, e.chain(e.with_number("MAXIMUM", -9.0), e.unary("EXP"))),
-    "largest_score_favoured": edge(
-        "1.scores", e.chosen(lambda g, x: g.equal(x, g.reduce("REDUCE_MAX", x, 3)), add(0.5))
-    ),
+    "largest_score_favoured": edge("1.scores", e.chosen(lambda g, x: g.equal(x, largest_score(g, x)), add(0.5))),
 }
 
 KEYS: dict[str, Change] = {
@@ -210,14 +208,8 @@ def mask_twice(g: Graph) -> None:
 
 STORAGE: dict[str, tuple[Change, str]] = {
     "sparse": (weight(OUT, sparse), "what the bytes are depends on the sparsity's own tables"),
-    "variable": (
-        weight(OUT, lambda tensor: setattr(tensor, "isVariable", True)),
-        "a variable is not a constant: LiteRT keeps no data in it",
-    ),
-    "external": (
-        weight(OUT, lambda tensor: setattr(tensor, "externalBuffer", 1)),
-        "its numbers are in another file",
-    ),
+    "variable": (weight(OUT, field("isVariable", True)), "a variable is not a constant: LiteRT keeps no data in it"),
+    "external": (weight(OUT, field("externalBuffer", 1)), "its numbers are in another file"),
     "blocks_of_3": (blocks_of_3, "a block is no part of a row"),
     "mask_twice": (mask_twice, "which of both the runtime fills is not said"),
 }
@@ -253,7 +245,6 @@ FAR: dict[str, Change] = {
 }
 
 LONG = 4096
-
 
 FAR_SLOTS: dict[str, Change] = {
     "score_of_3000_plus_1": edge("1.scores", add(one(LONG, 3000, 1.0, 4, other=0.0))),

@@ -49,8 +49,7 @@ def squared(g: Graph, norm: Norm) -> None:
 
 
 def root_times_weight(g: Graph, norm: Norm) -> None:
-    root = int(norm.root.outputs[0])
-    factor = g.mul(root, norm.weight)
+    factor = g.mul(int(norm.root.outputs[0]), norm.weight)
     g.rewire(norm.out, g.mul(norm.x, factor, shape=g.shape(norm.out)))
 
 
@@ -62,7 +61,6 @@ NORMS: dict[str, Change] = {
     "eps_on_the_left": every_norm(lambda g, n: setattr(n.add, "inputs", list(n.add.inputs)[::-1])),
 }
 
-
 BLOCKS: dict[str, Change] = {
     "cap_divides": capped(lambda g, x: g.mul(g.tanh(g.div(x, 30.0)), 30.0)),
     "cap_multiplies": capped(lambda g, x: g.mul(30.0, g.tanh(g.mul(np.float32(1 / 30), x)))),
@@ -70,7 +68,6 @@ BLOCKS: dict[str, Change] = {
     "cap_in_steps": capped(lambda g, x: g.mul(g.tanh(g.div(g.div(x, 5.0), 6.0)), 30.0)),
     "cap_bound_in_steps": capped(lambda g, x: g.mul(g.mul(g.tanh(g.div(x, 30.0)), 5.0), 6.0)),
 }
-
 
 ABSORBED: dict[str, Change] = {
     "result_doubled": edge("0.attended", e.mul(2.0)),
@@ -209,10 +206,6 @@ def turned_twice(g: Graph, x: int) -> int:
     return g.transpose(g.transpose(x, order), order)
 
 
-def there_and_back(g: Graph, x: int) -> int:
-    return g.reshape(g.reshape(x, [int(np.prod(g.shape(x)))]), g.shape(x))
-
-
 def squeezed(g: Graph, x: int) -> int:
     shape = g.shape(x)
     narrow = g.call("SQUEEZE", x, shape=shape[1:], squeezeDims=[0])
@@ -231,7 +224,7 @@ NOTHING: dict[str, Edit] = {
     "negated_twice": e.chain(e.unary("NEG"), e.unary("NEG")),
     "bounded_far_out": e.with_number("MAXIMUM", -3e38),
     "turned_twice": turned_twice,
-    "reshaped_and_back": there_and_back,
+    "reshaped_and_back": lambda g, x: g.reshape(g.reshape(x, [int(np.prod(g.shape(x)))]), g.shape(x)),
     "squeezed": squeezed,
     "cut_and_joined": lambda g, x: g.join(e.halves(g, x)),
     "reversed_twice": e.chain(in_reverse, in_reverse),
