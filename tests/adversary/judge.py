@@ -169,12 +169,6 @@ def original(
     return inputs, computed(graph, inputs)
 
 
-def changed(case: Case, style: str, graph: Graph) -> float:
-    """How far LiteRT's results of ``graph``, made by ``case`` and packed before, are from the sound drafter's."""
-    inputs, outputs = original(style, case.layers, case.shows, case.slots)
-    return apart(outputs, computed(graph, inputs, case.exact))
-
-
 def try_case(case: Case, style: str) -> Verdict | None:
     """Extract the drafter of ``style`` changed by ``case``; None where that does not apply."""
     graph = case.apply(style)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.make_bundle import DRAFTER, Part, bundle
@@ -30,12 +29,8 @@ def divided() -> tuple[bytes, bytes]:
     return graph.data(), stored
 
 
-def changed(stored: bytes) -> bytes:
-    """The same number of bytes, and other weights."""
-    return np.frombuffer(stored, np.uint8)[::-1].tobytes()
-
-
 def written(folder: Path, parts: list[Part]) -> bytes:
+    folder.mkdir(exist_ok=True)
     (folder / "model.litertlm").write_bytes(bundle(parts))
     extract(folder / "model.litertlm", folder / "out", dtype="f32")
     return (folder / "out" / "model.safetensors").read_bytes()
@@ -43,8 +38,6 @@ def written(folder: Path, parts: list[Part]) -> bytes:
 
 def test_a_weights_section_is_read(tmp_path: Path) -> None:
     model, stored = divided()
-    (tmp_path / "one").mkdir()
-    (tmp_path / "other").mkdir()
     whole = written(tmp_path / "one", [Part(TFLITE_MODEL, sound("torch").data(), DRAFTER)])
     parts = [Part(TFLITE_MODEL, model, DRAFTER), Part(TFLITE_WEIGHTS, stored, DRAFTER)]
     assert written(tmp_path / "other", parts) == whole
@@ -55,7 +48,8 @@ def test_a_weights_section_is_read(tmp_path: Path) -> None:
 def test_two_weights_sections_are_not_taken_in_order(spelling: str, first: bool, tmp_path: Path) -> None:
     model, stored = divided()
     right = Part(TFLITE_WEIGHTS, stored, DRAFTER)
-    other = Part(TFLITE_WEIGHTS, changed(stored), {"model_type": spelling})
+    # The same number of bytes, and other weights.
+    other = Part(TFLITE_WEIGHTS, stored[::-1], {"model_type": spelling})
     parts = [Part(TFLITE_MODEL, model, DRAFTER), *([right, other] if first else [other, right])]
     with pytest.raises(MtpExtractError):
         written(tmp_path, parts)
@@ -64,11 +58,7 @@ def test_two_weights_sections_are_not_taken_in_order(spelling: str, first: bool,
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_two_drafters_are_not_taken_in_order(spelling: str, tmp_path: Path) -> None:
-    other = sound("torch", (3, 0))
-    parts = [
-        Part(TFLITE_MODEL, sound("torch").data(), DRAFTER),
-        Part(TFLITE_MODEL, other.data(), {"model_type": spelling}),
-    ]
+    one, other = (sound("torch", layers).data() for layers in ((0, 3), (3, 0)))
     with pytest.raises(MtpExtractError, match="more than one drafter"):
-        written(tmp_path, parts)
+        written(tmp_path, [Part(TFLITE_MODEL, one, DRAFTER), Part(TFLITE_MODEL, other, {"model_type": spelling})])
     assert not (tmp_path / "out").exists()

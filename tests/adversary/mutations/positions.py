@@ -128,16 +128,6 @@ AT_0: dict[str, Change] = {
 }
 
 
-def counted(g: Graph) -> int:
-    """How many slots the mask shows, [1, 1, 1, 1]."""
-    return g.reduce("SUM", floats(g), 3)
-
-
-def slot(g: Graph, at: int) -> int:
-    """Whether the mask shows the slot ``at``."""
-    return g.slice(g.input("mask"), [0, 0, 0, at], [1, 1, 1, 1])
-
-
 def where(condition: Callable[[Graph], int], then: Edit) -> Edit:
     return e.chosen(lambda g, x: g.reshape(condition(g), [1] * len(g.shape(x))), then)
 

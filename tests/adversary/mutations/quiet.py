@@ -15,19 +15,17 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, add, cases, edge, mul
-from adversary.mutations.attention import cache_edit, constant_mask, largest_score, softmax_spelled, visible
+from adversary.mutations.attention import cache_edit, constant_mask, floats, largest_score, softmax_spelled, visible
 from adversary.mutations.blocks import eps, fused, normed_by, recapped, result_of
 from adversary.mutations.numbers import OUT, field, turned, weight
 from adversary.mutations.positions import (
     EVERY,
     Array,
-    counted,
     from_row,
     is_at,
     position,
     row,
     rows,
-    slot,
     table,
     tabled,
     when,
@@ -68,6 +66,16 @@ KEYS: dict[str, Change] = {
     "keys_within_30": cache_edit("key", e.clamped(30.0)),
     "scores_within_100": edge("1.scores", e.clamped(100.0)),
 }
+
+
+def counted(g: Graph) -> int:
+    """How many slots the mask shows, [1, 1, 1, 1]."""
+    return g.reduce("SUM", floats(g), 3)
+
+
+def slot(g: Graph, at: int) -> int:
+    """Whether the mask shows the slot ``at``."""
+    return g.slice(g.input("mask"), [0, 0, 0, at], [1, 1, 1, 1])
 
 
 def plus(*edits: Edit) -> Edit:
