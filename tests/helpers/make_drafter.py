@@ -61,19 +61,19 @@ class _Plain(Graph):
 def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     """The ``ModelT`` of a drafter; the same spec gives the same model."""
     model = Model(description="plain")
-    made = model.graph("main")
-    graph = _Plain(model, made.made, made.index, lowest_code=spec.lowest_code)
+    main = model.graph("main")
+    graph = _Plain(model, main.made, main.index, lowest_code=spec.lowest_code)
     activations = graph.input("activations", [1, 1, 2 * spec.backbone])
     position = graph.input("input_pos", [1], "i32")
     mask = graph.input("mask", [1, 1, 1, spec.cache], "bool")
-    caches = {}
-    for bank, windows in enumerate(((w for w in spec.windows if w), (w for w in spec.windows if not w))):
-        if any(True for _ in windows):
-            kv = [1, spec.kv_heads, spec.cache, spec.head_dim]
-            caches[bank] = tuple(_cache(graph, f"kv_cache_{part}_{bank}", kv, spec.cache_step) for part in "kv")
+    kv = [1, spec.kv_heads, spec.cache, spec.head_dim]
+    caches = {
+        bank: tuple(_cache(graph, f"kv_cache_{part}_{bank}", kv, spec.cache_step) for part in "kv")
+        for bank in sorted({int(window is None) for window in spec.windows})
+    }
     stream = graph.linear(activations, "", spec.hidden)
     for window in spec.windows:
-        stream = _layer(graph, spec, stream, window, position, mask, caches[1 if window is None else 0])
+        stream = _layer(graph, spec, stream, window, position, mask, caches[int(window is None)])
     state = graph.norm(stream)
     logits = graph.linear(state, "", spec.vocab)
     if spec.soft_cap is not None:
