@@ -1,4 +1,9 @@
-"""Every mistake of ``mistakes.json``: one line that says what is wrong and what to do, a status, and nothing left."""
+"""Every mistake of ``mistakes.json``: one line that says what is wrong and what to do, a status, and nothing left.
+
+So does Ctrl-C at every step of an extraction. No signal is sent after a time: the handler is called at a chosen step,
+where a signal could have come. Python runs a handler in the main thread alone; where that is in a finalizer, what the
+handler raises is dropped.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,13 @@ import shlex
 import shutil
 import signal
 import sys
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import numpy as np
@@ -29,8 +36,11 @@ from helpers.make_drafter import plain_model
 from helpers.model_server import KEY, model_server
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint import files
+from mtp_extract.checkpoint import files, safetensors_file
 from mtp_extract.data import sample_bundle
+from mtp_extract.io import place as place_module
+from mtp_extract.io import threads
+from mtp_extract.pipeline import extraction
 
 SERVER = "http://localhost:8000"
 HUB = "https://huggingface.co"
@@ -196,3 +206,61 @@ def test_what_a_mistake_says(
     assert done.returncode == mistake.status
     assert lines[-1].startswith(begins)
     assert sorted((path, path.lstat().st_size) for path in folder.rglob("*")) == before
+
+
+def raises() -> None:
+    """The handler as Python calls it between two instructions of the main thread."""
+    threads.interrupt(signal.SIGINT, None)
+
+
+def is_lost() -> None:
+    """The handler as Python calls it in the callback of a weak reference, which drops what is raised."""
+
+    class Held:
+        pass
+
+    held = Held()
+    watched = weakref.ref(held, lambda _: raises())
+    del held
+    assert watched() is None
+
+
+PLACES: dict[str, tuple[object, str]] = {
+    "before anything is written": (files, "new_file"),
+    "while it is written": (files, "write_all"),
+    "before it is read back": (files, "_sums"),
+    "while it is read back": (safetensors_file, "open_regular"),
+    "before it is proven": (extraction, "prove_checkpoint"),
+    "before it takes its name": (place_module, "_sync"),
+    "while it takes its name": (os, "rename"),
+}
+TOO_LATE = {"before it takes its name", "while it takes its name"}
+"""Nobody looks any more whether a signal was lost: the result is whole, and is kept."""
+
+
+@pytest.mark.parametrize(
+    ("come", "where"),
+    [(raises, where) for where in PLACES] + [(is_lost, where) for where in PLACES if where not in TOO_LATE],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_it_is_said_to_be_interrupted(
+    come: Callable[[], None], where: str, sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = PLACES[where]
+    real = getattr(module, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        come()
+        # What an interruption leaves undone is not written either.
+        return None if name == "write_all" else real(*arguments, **named)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            done = run_here("extract", sample, "-o", tmp_path / "new")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "")
+    assert done.stderr.splitlines()[-1:] == ["error: interrupted; nothing was kept."]
+    assert list(tmp_path.iterdir()) == []
