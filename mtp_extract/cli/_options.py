@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
 from mtp_extract.errors import MtpExtractError, PlanError, escape
 from mtp_extract.formats import ENGINES, EVERY, FORMATS, choices
 from mtp_extract.pipeline.plan import DtypeName, RuleName
-
-_Result = TypeVar("_Result")
 
 
 def key_from(variable: str) -> str:
@@ -38,12 +34,6 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise PlanError(f"expected whole numbers from 1, such as 1,2,4,8, found {text!r}.", remedies=(name,))
     return numbers
-
-
-def call_by_name(function: Callable[..., _Result], options: Mapping[str, Any]) -> _Result:
-    """``function``, or a plan, of those of ``options`` that its parameters name: the local variables of a command."""
-    names = inspect.signature(function).parameters.keys() & options.keys()
-    return function(**{name: options[name] for name in names})
 
 
 BASE = typer.Option("--base", metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import ApiKey, AsJson, Prompts, ServedModel, call_by_name
+from mtp_extract.cli._options import ApiKey, AsJson, Prompts, ServedModel
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.serving.plan import BenchPlan
 
@@ -34,7 +34,6 @@ def bench_command(
     It prints tokens/s with the drafter, and without it if --baseline names a server that has none; and drafts and
     accepted drafts by the server's own counters. For load tests use vllm bench serve or GuideLLM.
     """
-    plan = call_by_name(BenchPlan, locals())
     from mtp_extract.api import bench
     from mtp_extract.serving.result import Benchmark
     from mtp_extract.serving.verdict import benchmark_table
@@ -42,6 +41,17 @@ def bench_command(
     def print_result(benchmark: Benchmark) -> None:
         say_report(benchmark, [benchmark_table(benchmark)], as_json=print_json)
 
+    plan = BenchPlan(
+        url,
+        baseline=baseline,
+        prompts=prompts,
+        model=model,
+        key=key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        concurrency=concurrency,
+        chat_template=chat_template,
+    )
     # Nothing is printed within: the bar is gone when the verdict comes.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
         result = bench(plan, reporter)

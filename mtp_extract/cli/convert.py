@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
+from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.errors import escape
@@ -47,7 +47,16 @@ def convert_command(
     from mtp_extract.api import convert
 
     with TerminalReporter(quiet=print_json) as reporter:
-        result = call_by_name(convert, locals())
+        result = convert(
+            directory,
+            out,
+            format=format,
+            dtype=dtype,
+            codes=codes,
+            quantize=quantize,
+            overwrite=overwrite,
+            reporter=reporter,
+        )
     record = result.record
     what = architecture_in(record["layout"]).title
     before = escape(record["converted_from"][-1]["layout"])

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel, call_by_name
+from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.validation.plan import MOST_STEPS
@@ -43,10 +43,21 @@ def doctor_command(
 
     The exit status is 1 if drafter and base do not fit.
     """
-    plan = call_by_name(DoctorPlan, locals())
     from mtp_extract.api import diagnose
     from mtp_extract.doctor.verdict import diagnosis_tables
 
+    plan = DoctorPlan(
+        place,
+        base,
+        server=server,
+        prompts=prompts,
+        model=model,
+        key=key,
+        max_tokens=max_tokens,
+        drafts=drafts,
+        chat_template=chat_template,
+        device=device,
+    )
     with TerminalReporter(quiet=print_json) as reporter:
         diagnosis = diagnose(plan, reporter)
     say_report(diagnosis, diagnosis_tables(diagnosis), as_json=print_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize, call_by_name
+from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
 from mtp_extract.cli._written import found_in, show_written
 from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.errors import escape
@@ -55,7 +55,18 @@ def extract_command(
     from mtp_extract.litertlm.published import base_model_of
 
     with TerminalReporter(quiet=print_json) as reporter:
-        result = call_by_name(extract, locals() | {"source": sample_bundle() if source is None else source})
+        result = extract(
+            sample_bundle() if source is None else source,
+            out,
+            format=format,
+            dtype=dtype,
+            codes=codes,
+            quantize=quantize,
+            overwrite=overwrite,
+            sliding_window=sliding_window,
+            unproven=unproven,
+            reporter=reporter,
+        )
     bundle, base = result.record["source"], base_model_of(result.record)
     section, shape = bundle["section"], result.record["known_as"]
     head = f"MTP drafter of {escape(bundle['name'])} ({found_in(section['index'], section['found_by'])})"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import AsJson, call_by_name
+from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._written import say_proof
 from mtp_extract.cli.terminal import TerminalReporter, say, say_notes, size, table, write_json
 from mtp_extract.errors import escape
@@ -59,7 +59,17 @@ def insert_command(
     from mtp_extract.insertion.plan import InsertionResult
 
     with TerminalReporter(quiet=print_json) as reporter:
-        inserted = call_by_name(insert, locals())
+        inserted = insert(
+            source,
+            bundle,
+            out,
+            dry_run=dry_run,
+            graph_from=graph_from,
+            base=base,
+            overwrite=overwrite,
+            force=force,
+            reporter=reporter,
+        )
     result = inserted if isinstance(inserted, InsertionResult) else None
     plan = inserted.plan if isinstance(inserted, InsertionResult) else inserted
     if print_json:

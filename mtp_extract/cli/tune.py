@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel, call_by_name
+from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel
 from mtp_extract.cli.terminal import TerminalReporter, error, say, say_notes, table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, Mode, TuningPlan
@@ -87,7 +87,28 @@ def tune_command(
     dense one does. Otherwise the exit status is 1; --force saves it anyway. Ctrl-C ends the training and measures the
     best so far; pressed again, nothing is saved. The same command resumes where it stopped.
     """
-    plan = call_by_name(TuningPlan, locals())
+    plan = TuningPlan(
+        directory=directory,
+        base=base,
+        out=out,
+        work=work,
+        mode=mode,
+        prompts=prompts,
+        text=text,
+        text_from=text_from,
+        text_model=text_model,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        chat_template=chat_template,
+        draft_steps=draft_steps,
+        steps=steps,
+        batch=batch,
+        learning_rate=learning_rate,
+        draft_vocab=draft_vocab,
+        device=device,
+        force=force,
+        overwrite=overwrite,
+    )
     from mtp_extract.api import tune
 
     # As torchrun and accelerate number the processes that they start: the first speaks for all.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtp_extract.cli._command import Version, command_line, command_of
-from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, call_by_name, whole_numbers
+from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, whole_numbers
 from mtp_extract.cli.terminal import TerminalReporter, error, say, say_all, say_notes, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.validation.plan import MOST_STEPS, ValidationPlan
@@ -63,9 +63,6 @@ def validate_command(
 
     The exit status is 1 also if a check refutes the drafter.
     """
-    numbers = whole_numbers("draft_steps", draft_steps)
-    fields = locals() | {"draft_steps": numbers, "trees": tuple(trees or ()), "command": command_line()}
-    plan = call_by_name(ValidationPlan, fields)
     from mtp_extract.api import validate
     from mtp_extract.report.page import plain_json
 
@@ -75,6 +72,23 @@ def validate_command(
         else:
             _show(validation)
 
+    plan = ValidationPlan(
+        directory=directory,
+        base=base,
+        beside=beside,
+        source=source,
+        sample=sample,
+        prompts=prompts,
+        draft_steps=whole_numbers("draft_steps", draft_steps),
+        trees=tuple(trees or ()),
+        device=device,
+        new_tokens=new_tokens,
+        batch=batch,
+        chat_template=chat_template,
+        report=report,
+        overwrite=overwrite,
+        command=command_line(),
+    )
     # The result is printed before a report of it is written.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
         result = validate(plan, reporter)
