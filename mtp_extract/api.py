@@ -364,7 +364,7 @@ def _measuring(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
     # Before anything is read: only static grids want it, and loading it would find out last.
     checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
     if holds_base(Path(source)):
-        from mtp_extract.insertion.clipping import measure_cut_off
+        from mtp_extract.insertion.calibration import measure_cut_off
 
         def cut_off(grids: Grids) -> tuple[float, float]:
             before, after = (measure_cut_off(model, grids, reporter=reporter) for model in (base, source))

@@ -23,7 +23,6 @@ NEED_TORCH = (
     "validation",
     "formats/test_eagle3.py",
     "insertion/test_calibration.py",
-    "insertion/test_clipping.py",
     "formats/test_in_engines.py",
     "formats/test_other_tools.py",
     "cli/test_eagle3.py",

@@ -1,4 +1,5 @@
-"""The ranges of a drafter's activations as it drafts for its base, over our own prompts."""
+"""What goes through the matrices of a model that runs over our own prompts: how far a drafter's activations reach as it
+drafts for its base; and what static grids cut off of a base's, the one that they were calibrated for or another."""
 
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture.roles import MATRIX, roles_of
+from mtp_extract.architecture.activation import Activation
+from mtp_extract.architecture.roles import GEMMA4, MATRIX, roles_of
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.agreement import measure_agreements
 from mtp_extract.evaluation.base_model import load_base, memory_guard
 from mtp_extract.evaluation.base_texts import write_texts
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
-from mtp_extract.insertion.activations import Range, Ranges
-from mtp_extract.progress import Reporter
+from mtp_extract.insertion.activations import Grids, Range, Ranges
+from mtp_extract.progress import Reporter, report_each
+from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 _NEW_TOKENS, _BATCH = 48, 16
 _STEPS = 4  # drafts after each token: later ones start from the drafter's own state
+_MOST_TOKENS = 512  # of a prompt
+_ENDS = {"int8": (-128, 127), "int16": (-32768, 32767), "uint8": (0, 255)}
 
 
 def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Reporter) -> Ranges:
@@ -37,9 +42,8 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
     loaded = load_base(base)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    ends_of_role: dict[str, list[Tensor]] = {
-        r.name: [] for r in roles_of(drafter.config.num_layers) if r.kind == MATRIX
-    }
+    roles = roles_of(drafter.config.num_layers)
+    ends_of_role: dict[str, list[Tensor]] = {role.name: [] for role in roles if role.kind == MATRIX}
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ends_of_role[role].append(torch.stack((*inputs[0].aminmax(), *output.aminmax())))
@@ -67,3 +71,51 @@ def _ranges_of(ends: Tensor) -> tuple[Range, Range]:
     low_in, _, low_out, _ = ends.amin(0).tolist()
     _, high_in, _, high_out = ends.amax(0).tolist()
     return (low_in, high_in), (low_out, high_out)
+
+
+def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> float:
+    """The share of the numbers, of all that go into the matrices of the base in ``directory`` and come out, that lie
+    beyond the grids which a bundle has for them. The base reads our own prompts, in its own type, without any grid.
+
+    Raises:
+        MtpExtractError: it cannot be loaded, or does not fit into memory.
+    """
+    reporter.say(f"loading the base {directory}")
+    loaded = load_base(directory)
+    decoder = loaded.model.get_decoder()
+    modules = dict(decoder.named_modules())
+    counts = _Counts()
+    # The model goes with this function, and its hooks with it.
+    for role in roles_of(len(decoder.layers), architecture=GEMMA4):
+        path = role.names["transformers"].removesuffix(".weight")
+        if role.name in grids and path in modules:
+            modules[path].register_forward_hook(partial(counts.add_call, *grids[role.name]))
+    codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
+    texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
+    with memory_guard("running the base"), torch.inference_mode():
+        for text in report_each(texts, reporter, "texts read"):
+            loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
+    return counts.beyond / counts.numbers if counts.numbers else 0.0
+
+
+class _Counts:
+    """Of numbers that go into modules and come out."""
+
+    numbers = 0
+    beyond = 0  # a grid
+
+    def add_call(
+        self,
+        grid_in: Activation | None,
+        grid_out: Activation | None,
+        module: Any,
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:
+        """Count a call of ``module``, as a hook of it."""
+        for values, grid in ((inputs[0], grid_in), (output, grid_out)):
+            if grid is not None:
+                low, high = (grid.scale * (end - grid.zero_point) for end in _ENDS[grid.type])
+                half = grid.scale / 2
+                self.beyond += int(((values < low - half) | (values > high + half)).sum())
+                self.numbers += values.numel()
