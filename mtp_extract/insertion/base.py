@@ -1,4 +1,4 @@
-"""Where every signature of a bundle's base stores each role.
+"""A bundle's base: where every signature stores each role, and whether a checkpoint or a drafter fits it.
 
 Signatures share the codes of a matrix and have scales of their own.
 """
@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import NamedTuple
 
-from mtp_extract.bundle import Opened
-from mtp_extract.errors import RoleError, UnsupportedError, escape
+from mtp_extract.bundle import Opened, Shard
+from mtp_extract.checkpoint.documents import differences
+from mtp_extract.errors import PairError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.flat import FlatGraph, flatten
+from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
 from mtp_extract.insertion.slots import Location
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
-from mtp_extract.litertlm.tflite import Signature, TfliteModel
+from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
 _DECODER = "prefill_decode"
 _TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_layer"}
@@ -26,6 +29,10 @@ _TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_l
 _BUDGET = 40_000_000
 _MOST_NODES = 200_000
 """Operators of all signatures, their composites opened: some ten times those of E2B."""
+
+
+# What exporters compute constants in, and configurations round them to.
+_BASES_ALIKE = 1e-5
 
 
 class BundledBase(NamedTuple):
@@ -86,9 +93,8 @@ def _of_decoder(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[
 
 
 def _of_tables(model: TfliteModel, role: str, later: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
-    """The tables of an embedder, in every signature; several are columns of ``role`` side by side. ``later``: the
-    decoder multiplies what they give by it.
-    """
+    """The tables of an embedder, in every signature; several are columns of ``role`` side by side. The decoder
+    multiplies what they give by ``later``."""
     walk = partial(walk_table, role=role, later=later)
     for signature in _of_own_graphs(model):
         at = 0
@@ -114,3 +120,57 @@ def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], 
         return walk(graph)
     except (RoleError, UnsupportedError) as error:
         raise type(error)(f"{model.region.source.name}: signature {escape(signature.key)!r}: {error}") from error
+
+
+def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
+    """Raise PairError, which lists what differs, unless both are of one shape, and compute norms and logits alike."""
+    walk = base.walk
+    graph = {
+        "num_hidden_layers": walk.layers,
+        "hidden_size": walk.width,
+        "vocab_size": base.places["embed_tokens"][0].found.shape[0],
+        "rms_norm_eps": walk.rms_norm_eps,
+        "final_logit_softcapping": walk.soft_cap,
+    }
+    stated = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
+    if wrong := describe_differences(graph, stated, _BASES_ALIKE):
+        raise PairError(
+            f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
+            f"{wrong}. Give the base that the bundle is of, or one tuned from it."
+        )
+
+
+def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], close: float) -> str:
+    """What differs, floats by more than the share ``close``; empty if nothing does."""
+    different = map(astuple, differences(expected, actual, close))
+    return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in different)
+
+
+def base_misfits(drafter: Shard) -> Iterator[str]:
+    """Why the base in the bundle of ``drafter`` could not run it; none where it can, or there is none to ask.
+
+    LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
+    the drafter's graph cannot be invoked.
+    """
+    sections = [s for s in drafter.opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _DECODER]
+    if not sections:
+        return
+    model = drafter.opened.model(sections[0])
+    signatures = [s for key in ("decode", "verify") if (s := model.signature(key)) and ACTIVATIONS in s.outputs]
+    if len(signatures) < 2:
+        yield f"the base has no signatures decode and verify that both have an output {ACTIVATIONS!r}"
+        return
+    outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
+    wanted = {name: _form(cache) for name, cache in drafter.walk.caches.items()}
+    forms = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
+    for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
+        if name in outputs:
+            drafter_shape, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
+            wanted[name], forms[name] = (f"{next(reversed(shape), 0)} wide" for shape in (drafter_shape, theirs))
+    for name, form in wanted.items():
+        if forms[name] != form:
+            yield f"{escape(name)} is {forms[name]} in the base and {form} in the drafter"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.type_name} {list(tensor.shape)}"

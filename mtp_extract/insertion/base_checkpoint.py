@@ -1,14 +1,14 @@
 """A base's checkpoint as transformers writes it: its configuration, and the text model's weights by role.
 
 In one or several files, in BF16, F16 or F32, or as codes: Google's public mobile checkpoints (``quant_method: gemma``)
-hold what the bundles hold. Towers for images and sound are counted and left alone. Shapes are not
-checked here: whoever compares knows what they are to be.
+hold what the bundles hold. Towers for images and sound are counted and left alone. Shapes are not checked here: whoever
+compares knows what they are to be.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +31,7 @@ _MODEL_TYPES = ("gemma4", "gemma4_text")
 _PREFIXES = ("model.language_model.", "model.")
 # Under the prefix of a text model alone.
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
-_HEAD = "lm_head.weight"
 _AS_WRITTEN = "Expected a checkpoint as transformers writes it."
-_GIVE_FLOATS = "Give the checkpoint in BF16, F16 or F32, or Google's public mobile checkpoint."
 _READS = {
     "o_proj": "q_proj",
     "down_proj": "gate_proj",
@@ -47,38 +45,24 @@ _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_pr
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """The text model of a base.
-
-    Attributes:
-        text: its configuration, ``text_config``.
-        weights: role → weight, for every role that the directory has a tensor for; no ``lm_head`` where that is tied.
-        unknown: tensors of the text model that play no role.
-        others: how many tensors there are of other parts, by name: towers, and what no model loads.
-    """
+    """The text model of a base."""
 
     directory: Path
-    text: Mapping[str, Any]
-    weights: Mapping[str, Weight]
-    unknown: tuple[str, ...]
-    others: Mapping[str, int]
+    text: Mapping[str, Any]  # its configuration, ``text_config``
+    weights: Mapping[str, Weight]  # by role, of all that there is a tensor for; no ``lm_head`` where that is tied
+    unknown: tuple[str, ...]  # tensors of the text model that play no role
+    others: Mapping[str, int]  # how many tensors there are of other parts, by name: towers, and what no model loads
 
 
 def holds_base(directory: Path) -> bool:
-    """Whether ``directory`` has the checkpoint of a Gemma 4 base, as transformers writes it.
-
-    Raises:
-        CheckpointError: its configuration cannot be read.
-    """
+    """Whether ``directory`` has the checkpoint of a Gemma 4 base, as transformers writes it; CheckpointError where its
+    configuration cannot be read."""
     config = directory / _CONFIG
     return config.is_file() and read_object(config, _AS_WRITTEN).get("model_type") in _MODEL_TYPES
 
 
 def check_merged(directory: Path) -> None:
-    """Check that no LoRA adapter lies in ``directory``, whose change is not in the weights beside it.
-
-    Raises:
-        CheckpointError: one does.
-    """
+    """Raise CheckpointError where a LoRA adapter lies in ``directory``: its change is not in the weights beside it."""
     if (directory / ADAPTER).exists():
         beside = f" If the weights beside it are merged already, move {ADAPTER} away." if holds_base(directory) else ""
         raise CheckpointError(f"{escape(directory)}: {MERGE_FIRST}{beside}")
@@ -93,27 +77,58 @@ def read_base(directory: Path) -> BaseCheckpoint:
         UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
     check_merged(directory)
-    text = _text_config(directory)
-    with reading.naming(directory / _CONFIG):
-        sizes = reading.fields_of(text, _Layers)
+    config = read_object(directory / _CONFIG, _AS_WRITTEN)
+    text, sizes = _text_config(directory, config)
     stored = _tensors_in(directory)
-    scales = _take_scales(stored) if _is_mobile(directory) else {}
-
+    scales = _take_scales(stored) if _is_mobile(config) else {}
     prefix = _prefix_in(directory, stored)
     unread = sizes.names_unread(prefix) & stored.keys()
-    names = _names_by_role(sizes.num_hidden_layers, prefix, stored.keys() - unread)
+    names = sizes.names_by_role(prefix, stored.keys() - unread)
 
     rest = [name for name in stored if name not in unread.union(names.values())]
     unknown = tuple(name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS))
-    others = _count_by_part(name for name in rest if name not in unknown)
+    others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in unknown)
     if unread:
         others["K and V that layers share"] = len(unread)
-    return BaseCheckpoint(directory, text, _weights(names, stored, scales, sizes.hidden_size), unknown, others)
+    return BaseCheckpoint(directory, text, _weights(names, stored, scales, sizes.hidden_size), unknown, dict(others))
 
 
-def _count_by_part(names: Iterable[str]) -> dict[str, int]:
-    """How many tensors there are of each part of a model."""
-    return dict(Counter(name.removeprefix("model.").split(".")[0] for name in names))
+class _Layers(Struct):
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
+    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
+    hidden_size: Annotated[int, Meta(ge=0)] = 0
+
+    def names_by_role(self, prefix: str, names: Set[str]) -> dict[str, str]:
+        """Role → name, of those ``names`` that play one."""
+        roles = roles_of(self.num_hidden_layers, architecture=GEMMA4)
+        of_roles = {role.name: prefix + role.names["transformers"] for role in roles} | {"lm_head": "lm_head.weight"}
+        return {role: name for role, name in of_roles.items() if name in names}
+
+    def names_unread(self, prefix: str) -> set[str]:
+        """Tensors that layers which read K and V of others may have, and do not need."""
+        first_sharing = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
+        sharing = range(first_sharing, self.num_hidden_layers)
+        return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _SHARED}
+
+
+def _text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], _Layers]:
+    """The part of ``config`` that is the text model's, and its sizes."""
+    if (model_type := config.get("model_type")) not in _MODEL_TYPES:
+        raise CheckpointError(
+            f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
+            "the checkpoint of a Gemma 4 base."
+        )
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
+    with reading.naming(directory / _CONFIG):
+        return text, reading.fields_of(text, _Layers)
+
+
+def _is_mobile(config: Mapping[str, Any]) -> bool:
+    """Whether matrices lie there as codes, as in Google's public mobile checkpoints."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "gemma"
 
 
 def _prefix_in(directory: Path, names: Container[str]) -> str:
@@ -122,23 +137,6 @@ def _prefix_in(directory: Path, names: Container[str]) -> str:
         if f"{prefix}embed_tokens.weight" in names:
             return prefix
     raise CheckpointError(f"{escape(directory)}: expected a tensor {_PREFIXES[0]}embed_tokens.weight, found none.")
-
-
-def _names_by_role(layers: int, prefix: str, names: Set[str]) -> dict[str, str]:
-    """Role → name, of those ``names`` that play one."""
-    of_roles = {role.name: prefix + role.names["transformers"] for role in roles_of(layers, architecture=GEMMA4)}
-    return {role: name for role, name in (of_roles | {"lm_head": _HEAD}).items() if name in names}
-
-
-def _weights(
-    names: Mapping[str, str], stored: Mapping[str, _Entry], scales: Mapping[str, _Entry], width: int
-) -> dict[str, Weight]:
-    """Role → the weight that lies under its name; ``width`` is that of the residual stream."""
-    rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
-    return {
-        role: _weight(name, stored[name], scales.get(name), rows.get(_columns_are_rows_of(role), width))
-        for role, name in names.items()
-    }
 
 
 def _tensors_in(directory: Path) -> dict[str, _Entry]:
@@ -154,16 +152,9 @@ def _tensors_in(directory: Path) -> dict[str, _Entry]:
     return stored
 
 
-def _is_mobile(directory: Path) -> bool:
-    """Whether matrices lie there as codes, as in Google's public mobile checkpoints."""
-    quantization = read_object(directory / _CONFIG, _AS_WRITTEN).get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "gemma"
-
-
 def _take_scales(stored: dict[str, _Entry]) -> dict[str, _Entry]:
     """Take the scales out of ``stored``: those of weights, by the weight's name, which a table gets as well; and those
-    of activations and caches, which a bundle has of its own.
-    """
+    of activations and caches, which a bundle has of its own."""
     scales = dict[str, _Entry]()
     for name in list(stored):
         module, _, last = name.rpartition(".")
@@ -176,43 +167,29 @@ def _take_scales(stored: dict[str, _Entry]) -> dict[str, _Entry]:
     return scales
 
 
+def _weights(
+    names: Mapping[str, str], stored: Mapping[str, _Entry], scales: Mapping[str, _Entry], width: int
+) -> dict[str, Weight]:
+    """Role → the weight under its name: floats, or codes with ``scales``; ``width`` is that of the residual stream."""
+    rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
+    weights = dict[str, Weight]()
+    for role, name in names.items():
+        path, tensor = stored[name]
+        if name in scales:
+            columns = rows.get(_columns_are_rows_of(role), width)
+            weights[role] = StoredCodes(path, tensor, name, columns, read_array(*scales[name]).astype(np.float32))
+        elif tensor.dtype in reading.FLOAT_DTYPES:
+            weights[role] = Stored(path, tensor, name)
+        else:
+            raise UnsupportedError(
+                f"{escape(name)}: expected weights in floats, found {escape(tensor.dtype)}. Give the checkpoint in "
+                "BF16, F16 or F32, or Google's public mobile checkpoint."
+            )
+    return weights
+
+
 def _columns_are_rows_of(role: str) -> str:
     """The role whose rows are the columns of ``role``; of what reads the residual stream none."""
     layer, _, last = role.rpartition(".")
     source = _READS.get(last, "")
     return f"{layer}.{source}" if layer and source else source
-
-
-def _weight(name: str, entry: _Entry, scale: _Entry | None, columns: int) -> Stored:
-    """The weight that lies at ``entry``, floats, or codes with a ``scale``."""
-    if scale is not None:
-        return StoredCodes(*entry, name, columns, read_array(*scale).astype(np.float32))
-    if (kind := entry[1].dtype) not in reading.FLOAT_DTYPES:
-        raise UnsupportedError(f"{escape(name)}: expected weights in floats, found {escape(kind)}. {_GIVE_FLOATS}")
-    return Stored(*entry, name)
-
-
-class _Layers(Struct):
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
-    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
-    hidden_size: Annotated[int, Meta(ge=0)] = 0
-
-    def names_unread(self, prefix: str) -> set[str]:
-        """Tensors that layers which read K and V of others may have, and do not need."""
-        first_sharing = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
-        sharing = range(first_sharing, self.num_hidden_layers)
-        return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _SHARED}
-
-
-def _text_config(directory: Path) -> dict[str, Any]:
-    """The configuration of the text model."""
-    config = read_object(directory / _CONFIG, _AS_WRITTEN)
-    if (model_type := config.get("model_type")) not in _MODEL_TYPES:
-        raise CheckpointError(
-            f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
-            "the checkpoint of a Gemma 4 base."
-        )
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
-    return text

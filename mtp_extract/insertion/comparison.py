@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.errors import PairError, escape, few
-from mtp_extract.insertion.base import find_base
+from mtp_extract.insertion.base import check_base, find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.encoding import least_lost
-from mtp_extract.insertion.fit import check_base
-from mtp_extract.insertion.loss import MOST_LOST
+from mtp_extract.insertion.plan import MOST_LOST
 from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
@@ -119,8 +117,7 @@ def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list
         # After rows that differ no others are compared to the bit, nor after a wrong code all others with theirs.
         if slot not in differ and not are_alike(stored, wanted, slot.dtype):
             differ.add(slot)
-        look_at_rows = _look_at_codes if _has_codes(slot) else _look_at_floats
-        result = look_at_rows(_Rows(slot, first, last, wanted, stored), slot in wrong)
+        result = _look_at(slot, first, last, wanted, stored, slot in wrong)
         if result.wrong:
             wrong.add(slot)
         return result
@@ -134,20 +131,9 @@ def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list
     return verdicts
 
 
-class _Rows(NamedTuple):
-    """Rows ``[first, last)`` of the weight that a slot is to hold, and of what it holds."""
-
-    slot: Slot
-    first: int
-    last: int
-    wanted: Floats
-    stored: Floats
-
-
 class _Look(NamedTuple):
     """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
-    explains; whether a code is known that is not the nearest; the most in steps, −1 for floats; and sums of squares.
-    """
+    explains; whether a code is known that is not the nearest; the most in steps, −1 for floats; and sums of squares."""
 
     outside: int
     wrong: bool
@@ -165,43 +151,23 @@ class _Look(NamedTuple):
     @property
     def error(self) -> float:
         """Root mean square of the difference, as a share of the checkpoint's."""
-        return relative_error([self.difference], [self.size])
+        return relative_error(self.difference, self.size)
 
 
-_NOT_FINITE = _Look(1, True, 1, math.inf, math.inf, 1.0)
-
-
-def _has_codes(slot: Slot) -> bool:
-    """Whether it is stored as codes, one for each number."""
-    return slot.constant is not None and slot.constant.source.packing is not None and not slot.constant.folded
-
-
-def _look_at_floats(rows: _Rows, wrong: bool) -> _Look:
-    """At a constant in floats, or where none is."""
-    constant = rows.slot.constant
-    if not math.isfinite(size := squares(rows.wanted)):
-        return _NOT_FINITE
-    half = 0.0 if constant is None else _FLOAT_STEPS.get(constant.source.storage.type, 0.0)
-    apart = rows.wanted - rows.stored
-    outside = int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(rows.wanted))))
-    difference = squares(apart)
-    return _Look(outside, wrong or outside > 0, -1.0, difference, difference, size)
-
-
-def _look_at_codes(rows: _Rows, wrong: bool) -> _Look:
-    """At a constant in codes, of which others are known to be ``wrong`` or not."""
-    wanted, stored = rows.wanted, rows.stored
+def _look_at(slot: Slot, first: int, last: int, wanted: Floats, stored: Floats, wrong: bool) -> _Look:
+    """At rows ``[first, last)`` of ``slot``, which are to be ``wanted`` and are ``stored``; of its other rows some are
+    known to be ``wrong``, or not."""
     if not math.isfinite(size := squares(wanted)):
-        return _NOT_FINITE
+        return _Look(1, True, 1, math.inf, math.inf, 1.0)
     apart = wanted - stored
-    grid = _Grid.of(rows.slot, rows.first, rows.last)
-    outside, steps = grid.distances(wanted, apart)
-    if outside is not None and not wrong:
-        wrong = grid.has_wrong_code(wanted, stored, outside)
     difference = least = squares(apart)
+    if slot.constant is None or slot.storage.packing is None or slot.constant.folded:
+        half = 0.0 if slot.constant is None else _FLOAT_STEPS.get(slot.storage.type, 0.0)
+        count = int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(wanted))))
+        return _Look(count, wrong or count > 0, -1.0, difference, least, size)
+    count, wrong, steps = _Grid.of(slot, first, last).compare(wanted, stored, apart, wrong)
     if not wrong and difference > MOST_LOST**2 * size:
-        least = least_lost(rows.slot, wanted, apart, rows.first, rows.last)
-    count = 0 if outside is None else int(np.count_nonzero(outside))
+        least = least_lost(slot, wanted, apart, first, last)
     return _Look(count, wrong, steps, difference, least, size)
 
 
@@ -218,29 +184,29 @@ class _Grid:
     @classmethod
     def of(cls, slot: Slot, first: int, last: int) -> _Grid:
         """Of rows ``[first, last)`` of what ``slot`` stores as codes."""
-        source, storage = slot.stored.source, slot.stored.source.storage
+        source, storage = slot.stored.source, slot.storage
         groups = slot.part(storage.groups, first, last)
         scale = source.scale.reshape(-1)[groups] / np.float32(slot.stored.factor)
         zero_point = source.zero_point.reshape(-1)[groups]
         ends = [scale * (code - zero_point).astype(np.float32) for code in storage.bounds]
         return cls(np.abs(scale), np.minimum(*ends), np.maximum(*ends), storage.columns, DTYPES[slot.dtype].roundoff)
 
-    def distances(self, wanted: Floats, apart: Floats) -> tuple[npt.NDArray[np.bool_] | None, float]:
-        """Which numbers are further ``apart`` from what is stored than half a step and what rounding to the type of
-        ``wanted`` explains, None where none is further than half a step; and the most in steps."""
+    def compare(self, wanted: Floats, stored: Floats, apart: Floats, wrong: bool) -> tuple[int, bool, float]:
+        """How many numbers are further ``apart`` from what is ``stored`` than half a step and what rounding to the type
+        of ``wanted`` explains; whether one of these is not stored as the nearest of the grid, which beyond its ends is
+        the last, if that is not known (``wrong``) already; and the most in steps."""
         distances = np.abs(self._by_group(apart))
         furthest = distances.max(axis=(0, 2))
         with np.errstate(divide="ignore", over="ignore"):
             steps = np.divide(furthest, self.step, out=np.zeros_like(furthest), where=furthest > 0)
         if not (most := float(steps.max())) > _HALF:
-            return None, most
-        return distances > self._slack(wanted), most
-
-    def has_wrong_code(self, wanted: Floats, stored: Floats, outside: npt.NDArray[np.bool_]) -> bool:
-        """Whether a number ``outside`` is not stored as the nearest of the grid, which beyond its ends is the last."""
-        nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
-        slack = self._slack(nearest)
-        return bool((outside & (np.abs(nearest - self._by_group(stored)) > slack)).any())
+            return 0, wrong, most
+        outside = distances > self._slack(wanted)
+        if not wrong:
+            nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
+            slack = self._slack(nearest)
+            wrong = bool((outside & (np.abs(nearest - self._by_group(stored)) > slack)).any())
+        return int(np.count_nonzero(outside)), wrong, most
 
     def _slack(self, wanted: Floats) -> Floats:
         slack: Floats = np.abs(self._by_group(wanted))
@@ -269,20 +235,13 @@ def _judge(match: Match, look: _Look) -> tuple[str, str | None]:
     if look.wrong:
         by_steps = f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
         return DIFFERENT, f"{look.outside} weights differ{by_steps}"
+    verdict = NEAREST if look.outside else HALF_STEP
     if look.error > MOST_LOST:
-        return _judge_loss(match, look)
-    if look.outside:
-        return NEAREST, f"{look.outside} weights lie beyond the last code of their row"
-    return HALF_STEP, None
-
-
-def _judge_loss(match: Match, look: _Look) -> tuple[str, str]:
-    """The verdict, and why, on nearest codes that lose much: of floats that were never trained on the file's grid, if
-    its scales are as good as any that an insertion would choose; of another weight, if they are not.
-    """
-    packings = (slot.stored.source.packing for slot in match.slots)
-    bits = {packing.bits for packing in packings if packing is not None}
-    loss = f"nearest codes of {' and '.join(map(str, sorted(bits)))} bits: loses {look.error:.0%}"
-    if look.difference > _AS_GOOD * look.least:
-        return DIFFERENT, f"{loss}, and with other scales {relative_error([look.least], [look.size]):.0%}"
-    return NEAREST if look.outside else HALF_STEP, loss
+        # Floats that were never trained on the file's grid, if its scales are as good as any that an insertion would
+        # choose; another weight, if they are not.
+        bits = sorted({slot.storage.packing.bits for slot in match.slots if slot.storage.packing is not None})
+        loss = f"nearest codes of {' and '.join(map(str, bits))} bits: loses {look.error:.0%}"
+        if look.difference > _AS_GOOD * look.least:
+            return DIFFERENT, f"{loss}, and with other scales {relative_error(look.least, look.size):.0%}"
+        return verdict, loss
+    return verdict, f"{look.outside} weights lie beyond the last code of their row" if look.outside else None

@@ -59,8 +59,7 @@ class Scales(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Scales], symmetric: bool) -> Scales:
         """Those of groups after each other. Zero points that are all 0 take no memory: a base's tables have a row a
-        token each.
-        """
+        token each."""
         scale = np.concatenate([part.scale for part in parts])
         zeros = np.broadcast_to(np.int64(0), scale.shape)
         return cls(scale, zeros if symmetric else np.concatenate([part.zero_point for part in parts]))
@@ -96,7 +95,7 @@ class Encoding:
     """What becomes of one slot."""
 
     slot: Slot
-    how: str  # KEPT (the file holds it), CODES (the checkpoint's integers are taken as they are), FLOATS, REQUANTIZED
+    how: str  # KEPT (the file holds it), AS_CODES (the checkpoint's integers, as they are), AS_FLOATS, REQUANTIZED
     scales: Scales
     sums: Sums = _NOTHING
     written: dict[tuple[int, int], str] = field(default_factory=dict)  # rows that were written → XXH3 of their bytes
@@ -104,7 +103,7 @@ class Encoding:
     @property
     def error(self) -> float:
         """Root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's."""
-        return relative_error([self.sums.lost], [self.sums.size])
+        return relative_error(self.sums.lost, self.sums.size)
 
     @property
     def weight_sums(self) -> Sums:
@@ -114,25 +113,20 @@ class Encoding:
     @property
     def storage(self) -> Storage:
         """How it lies in the file, before and after."""
-        return self.slot.stored.source.storage
+        return self.slot.storage
 
     def data(self, first: int, last: int) -> bytes:
-        """The bytes of rows ``[first, last)``.
-
-        Raises:
-            UnsupportedError: a number leaves the type.
-        """
+        """The bytes of rows ``[first, last)``; UnsupportedError where a number leaves the type."""
         slot, storage = self.slot, self.storage
         if self.how == KEPT:
-            part = slot.part(storage.length, first, last)
-            return slot.stored.source.location.read(part.start, part.stop - part.start)
+            return slot.stored_bytes(first, last)
         if self.how == AS_CODES:
             return storage.stored(slot.new.codes(first, last).reshape(-1))
         values = slot.numbers(first, last)
         if self.how == AS_FLOATS:
             return float_bytes(values, storage.type, slot.role)
-        groups = slot.part(storage.groups, first, last)
-        return storage.stored(storage.coded(values, self.scales.scale[groups], self.scales.zero_point[groups]))
+        scales = self.scales.part(slot.part(storage.groups, first, last))
+        return storage.stored(storage.coded(values, *scales))
 
     def write(self, first: int, last: int) -> bytes:
         """The bytes of rows ``[first, last)``, which are being written: what they are is noted."""
@@ -183,13 +177,9 @@ def _changed(slots: Sequence[Slot]) -> set[Slot]:
 
 def _without_rounding(slot: Slot, changed: bool) -> Encoding | None:
     """What becomes of a slot whose weight the file holds, or can take as it is; None of any other, and of one that is
-    not stored.
-
-    Raises:
-        UnsupportedError: it is not stored, and is no longer 1.
-    """
+    not stored."""
     if not changed or _has_rounded_scales(slot):
-        return None if slot.constant is None else _kept(slot)
+        return None if slot.constant is None else Encoding(slot, KEPT, _present(slot))
     if slot.constant is None:
         raise UnsupportedError(
             f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
@@ -202,16 +192,17 @@ def _without_rounding(slot: Slot, changed: bool) -> Encoding | None:
 def _rounded(
     slots: Sequence[Slot], leaders: Mapping[Slot, Slot], advance: Callable[[int], None]
 ) -> dict[Slot, Encoding | None]:
-    """What becomes of ``slots`` whose weights are to be rounded; each with scales of its own, or of its leader.
-
-    Raises:
-        CheckpointError: a number is not finite, or a scale is larger than files hold.
-    """
+    """What becomes of ``slots`` whose weights are to be rounded; each with scales of its own, or of its leader."""
     differ = set[Slot]()
 
     def measure(slot: Slot, first: int, last: int) -> _Measured:
-        # After rows that differ no others are held against the file's codes.
-        measured = _measure(slot, leaders[slot], first, last, slot in differ)
+        values = slot.numbers(first, last)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if slot.storage.type in FLOAT_TYPES:
+                measured = _measure_floats(slot, values, first, last)
+            else:
+                # After rows that differ no others are held against the file's codes.
+                measured = _measure_codes(slot, leaders[slot], values, first, last, slot in differ)
         if not measured.is_stored:
             differ.add(slot)
         advance((last - first) * slot.new.columns)
@@ -220,26 +211,23 @@ def _rounded(
     encodings: dict[Slot, Encoding | None] = {}
     for slot, rows in over_rows(slots, measure).items():
         sums = Sums.total(measured.sums for measured in rows)
-        is_float = slot.stored.source.storage.type in FLOAT_TYPES
         if slot not in differ:
-            encodings[slot] = _kept(slot, sums)
+            encodings[slot] = Encoding(slot, KEPT, _present(slot), sums)
             continue
-        scales = Scales.joined([measured.scales for measured in rows], slot.stored.source.storage.symmetric)
-        if not is_float and scales.scale.max() > LARGEST_SCALE:
+        scales = Scales.joined([measured.scales for measured in rows], slot.storage.symmetric)
+        if scales.scale.max(initial=0) > LARGEST_SCALE:
             raise CheckpointError(
                 f"{slot.role}: holds values too large for integers and scales. It was damaged, or the training "
                 "diverged: fetch it again, or train it again."
             )
-        encodings[slot] = Encoding(slot, AS_FLOATS if is_float else REQUANTIZED, scales, sums)
+        how = AS_FLOATS if slot.storage.type in FLOAT_TYPES else REQUANTIZED
+        encodings[slot] = Encoding(slot, how, scales, sums)
     return encodings
 
 
 def check_written(path: Path, slots: Iterable[Slot], planned: Mapping[str, Iterable[Encoding]]) -> None:
-    """Check that ``slots``, read from the new file at ``path``, hold the bytes and scales that were ``planned``.
-
-    Raises:
-        OutputError: one does not, or is of other constants than were planned.
-    """
+    """Raise OutputError where one of ``slots``, read from the new file at ``path``, is of other constants than were
+    ``planned``, or holds other bytes or scales."""
     # By constant, not by role: roles that hold the same numbers now may be told apart no longer, and need not be.
     encodings = [encoding for of_role in planned.values() for encoding in of_role]
     expected = {key: encoding for encoding in encodings for key in _constants(encoding.slot)}
@@ -264,8 +252,7 @@ def _holding_others(to_hold: Mapping[Slot, Iterable[Encoding]]) -> set[str]:
     def compare(slot: Slot, first: int, last: int) -> None:
         if slot.role in wrong:
             return
-        part = slot.part(slot.stored.source.storage.length, first, last)
-        digest = xxh3_128_hexdigest(slot.stored.source.location.read(part.start, part.stop - part.start))
+        digest = xxh3_128_hexdigest(slot.stored_bytes(first, last))
         if any(encoding.digest(first, last) != digest for encoding in to_hold[slot]):
             wrong.add(slot.role)
 
@@ -276,10 +263,6 @@ def _holding_others(to_hold: Mapping[Slot, Iterable[Encoding]]) -> set[str]:
 def _constants(slot: Slot) -> set[tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
     """The constants that play its role, by section, subgraph and index, and columns."""
     return {(place.model.region.begin, place.found.key, place.columns) for place in slot.places}
-
-
-def _kept(slot: Slot, sums: Sums = _NOTHING) -> Encoding:
-    return Encoding(slot, KEPT, _present(slot), sums)
 
 
 def _present(slot: Slot) -> Scales:
@@ -293,15 +276,14 @@ def _leaders(slots: Sequence[Slot]) -> dict[Slot, Slot]:
     leaders = {}
     for slot in slots:
         if slot.constant is not None:
-            key = slot.role, slot.places[0].columns, slot.stored.source.storage, slot.stored.factor
+            key = slot.role, slot.places[0].columns, slot.storage, slot.stored.factor
             leaders[slot] = first.setdefault(key, slot)
     return leaders
 
 
 def _has_rounded_scales(slot: Slot) -> bool:
     """Whether the new weight has the codes that the bundle holds, with the folded factor divided out and scales in F32
-    or FP16, as formats keep them.
-    """
+    or FP16, as formats keep them."""
     # Without codes by rows: no format keeps such integers.
     with suppress(CheckpointError, UnsupportedError):
         return slot.new.scheme is not None and any(
@@ -312,12 +294,17 @@ def _has_rounded_scales(slot: Slot) -> bool:
 
 def _scales_of_codes(slot: Slot) -> Scales | None:
     """Scales and zero points for the codes of the new weight as they are; None where it has no codes, the file cannot
-    store them, or they would say something else than the checkpoint's floats.
-    """
-    if slot.stored.folded or slot.new.scheme is None or slot.stored.source.packing is None:
+    store them, or they would say something else than the checkpoint's floats."""
+    storage = slot.storage
+    if slot.new.scheme is None or storage.packing is None or slot.stored.folded:
         return None
-    scales = _as_stored(slot.new.steps.by_row(), slot.stored.source.storage, slot.stored.factor)
-    if scales is None or not _has_place(slot.stored.source.storage, scales):
+    scales = _as_stored(slot.new.steps.by_row(), storage, slot.stored.factor)
+    if scales is None:
+        return None
+    lowest, highest = (0, 0) if storage.symmetric else (storage.packing.lowest, storage.packing.highest)
+    if scales.zero_point.min() < lowest or scales.zero_point.max() > highest:
+        return None
+    if storage.kind == "blockwise" and not np.array_equal(scales.scale.astype(np.float16), scales.scale):
         return None
     return scales if all(_are_codes(slot, scales, *rows) for rows in slot.ranges()) else None
 
@@ -339,67 +326,42 @@ def _as_stored(steps: Steps, storage: Storage, factor: float) -> Scales | None:
     return Scales(scale, zeros.reshape(-1))
 
 
-def _has_place(storage: Storage, scales: Scales) -> bool:
-    """Whether the file can store ``scales`` to the bit."""
-    lowest, highest = scales.zero_point.min(), scales.zero_point.max()
-    if storage.symmetric:
-        fits = not scales.zero_point.any()
-    else:
-        assert storage.packing is not None
-        fits = storage.packing.lowest <= lowest and highest <= storage.packing.highest
-    return fits and (storage.kind != "blockwise" or np.array_equal(scales.scale.astype(np.float16), scales.scale))
-
-
 def _are_codes(slot: Slot, scales: Scales, first: int, last: int) -> bool:
     """Whether codes of the new weight, rows ``[first, last)``, fit the file, and with ``scales`` say its floats."""
-    packing = slot.stored.source.packing
+    packing = slot.storage.packing
     codes = slot.new.codes(first, last).reshape(-1)
     if packing is None or codes.min() < packing.lowest or codes.max() > packing.highest:
         return False
     floats = codes.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        slot.stored.source.storage.scale_codes(floats, *scales, first * slot.new.columns)
+        slot.storage.scale_codes(floats, *scales, first * slot.new.columns)
         return are_alike(unfold_factor(floats, slot.stored.factor), slot.new.floats(first, last), slot.dtype)
 
 
 class _Measured(NamedTuple):
-    is_stored: bool  # whether the file stores these rows already
+    """What rows of a slot become."""
+
+    is_stored: bool  # whether the file stores them already
     scales: Scales
     sums: Sums
 
 
-def _measure(slot: Slot, leader: Slot, first: int, last: int, differs: bool) -> _Measured:
-    """What rows ``[first, last)`` of ``slot`` become, with the scales of ``leader`` or the rule's.
-
-    Args:
-        differs: it is known that other rows are not stored already, so that these need not be looked at.
-    """
-    values = slot.numbers(first, last)
-    is_float = slot.stored.source.storage.type in FLOAT_TYPES
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        if is_float:
-            return _measure_floats(slot, values, first, last)
-        return _measure_codes(slot, leader, values, first, last, differs)
-
-
 def _measure_floats(slot: Slot, values: Floats, first: int, last: int) -> _Measured:
-    """As :func:`_measure`, of a constant that is stored in floats."""
-    source = slot.stored.source
-    type_ = source.storage.type
-    part = slot.part(source.storage.length, first, last)
-    before = source.location.read(part.start, part.stop - part.start)
+    """Of a constant in floats that is to hold ``values`` in rows ``[first, last)``."""
+    type_ = slot.storage.type
+    before = slot.stored_bytes(first, last)
     after = float_bytes(values, type_, slot.role)
 
     lost, changed = (squares(widened(stored, type_) - values) for stored in (after, before))
-    return _Measured(after == before, Scales(source.scale, source.zero_point), Sums(lost, changed, squares(values)))
+    return _Measured(after == before, _present(slot), Sums(lost, changed, squares(values)))
 
 
 def _measure_codes(slot: Slot, leader: Slot, values: Floats, first: int, last: int, differs: bool) -> _Measured:
-    """As :func:`_measure`, of a constant that is stored as codes."""
-    source = slot.stored.source
-    storage = source.storage
+    """Of a constant in codes that is to hold ``values`` in rows ``[first, last)``, with the scales of ``leader`` or the
+    rule's. Where it is known that it ``differs`` in other rows, these are not held against its codes."""
+    storage = slot.storage
     elements = slot.part(storage.elements, first, last)
-    codes = source.codes(elements.start, elements.stop)
+    codes = slot.stored.source.codes(elements.start, elements.stop)
     present, may_stay = (_present(each).part(slot.part(storage.groups, first, last)) for each in (slot, leader))
 
     steps = _in_steps(storage, values, present)
@@ -435,7 +397,7 @@ def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: _Doubl
 def least_lost(slot: Slot, weight: Floats, apart: Floats, first: int, last: int) -> float:
     """The sum of the squares of what rows ``[first, last)`` would lose of ``weight``, which is ``apart`` from what is
     stored: less, if the rule's scales are better than the file's."""
-    storage, factor = slot.stored.source.storage, slot.stored.factor
+    storage, factor = slot.storage, slot.stored.factor
     present = _present(slot).part(slot.part(storage.groups, first, last))
     by_group = storage.by_scale(apart)
     lost = factor**2 * np.einsum("rgc,rgc->g", by_group, by_group)

@@ -1,6 +1,11 @@
-"""What is to be put into a bundle, and writing it: beside its place, read back and compared, then given its name.
+"""What is to be put into a bundle, what rounding to the file's types loses of it, and writing it: beside its place,
+read back and compared, then given its name.
 
 Nothing is written over bytes that a tensor without a role has, or another role that is to hold something else.
+
+A loss is relative: root mean square of what the file will hold less the checkpoint's weight, as a share of the root
+mean square of the weight. Beside it stands how far the checkpoint's weight is from what the file held: where rounding
+moves a weight as far as its training did, most of the training is rounded away.
 """
 
 from __future__ import annotations
@@ -15,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_extract.errors import UnsupportedError, few
-from mtp_extract.insertion.encoding import KEPT, Encoding
-from mtp_extract.insertion.loss import Losses
-from mtp_extract.insertion.slots import Location, Slot, over_rows
+from mtp_extract.insertion.encoding import KEPT, Encoding, Sums
+from mtp_extract.insertion.slots import Location, Slot, over_rows, relative_error
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Source
@@ -29,6 +33,68 @@ from mtp_extract.proof.proof import Proof
 NewBytes = bytes | memoryview
 Overlay = tuple[int, NewBytes | Encoding]
 """Bytes, or the rows of an encoding, and where in the file they go."""
+
+
+MOST_LOST = 0.1
+"""Of a role. A checkpoint trained on the file's grid loses almost nothing; floats lose two fifths in two bits."""
+
+_MOSTLY = 0.5
+_WORST = 5
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one role, or of all together, as shares of the checkpoint's norm."""
+
+    relative_rms_error: float  # what the file's types lose
+    relative_change: float  # what the checkpoint changes of what the file holds
+
+    @classmethod
+    def of(cls, sums: Sums) -> Loss:
+        """The roots of ``sums``, as shares."""
+        return cls(relative_error(sums.lost, sums.size), relative_error(sums.changed, sums.size))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of every role that the file does not hold to the bit."""
+
+    total: Loss
+    roles: Mapping[str, Loss]  # the worst first
+
+    @classmethod
+    def of(cls, encodings: Mapping[str, Iterable[Encoding]]) -> Losses:
+        """Of what is to be put in."""
+        totals = ((role, Sums.total(each.weight_sums for each in of_role)) for role, of_role in encodings.items())
+        measured = {role: sums for role, sums in totals if sums.size and sums.lost}
+        losses = {role: Loss.of(sums) for role, sums in measured.items()}
+        worst_first = sorted(losses.items(), key=lambda item: -item[1].relative_rms_error)
+        return cls(Loss.of(Sums.total(measured.values())), dict(worst_first))
+
+    @property
+    def in_words(self) -> str:
+        """The total, and the worst; empty where nothing is lost."""
+        if not self.roles:
+            return ""
+        return (
+            f"Rounding to the file's types loses {self.total.relative_rms_error:.1%} of what is put in (the checkpoint "
+            f"changes {self.total.relative_change:.1%}); most: {', '.join(_named(self.roles)[:_WORST])}"
+        )
+
+    @property
+    def warning(self) -> str:
+        """What to know where most of a training is rounded away; empty where it is not."""
+        lost, changed = self.total.relative_rms_error, self.total.relative_change
+        if not changed or lost**2 < _MOSTLY * changed**2:
+            return ""
+        return (
+            f"Most of what the checkpoint changes is rounded away: {changed:.1%} is changed, {lost:.1%} is lost. Train "
+            "with the file's grid in the loop (quantization-aware), so that its codes change."
+        )
+
+
+def _named(losses: Mapping[str, Loss]) -> list[str]:
+    return [f"{role} {loss.relative_rms_error:.1%}" for role, loss in losses.items()]
 
 
 @dataclass(frozen=True)
@@ -65,7 +131,15 @@ class InsertionPlan:
     @property
     def refusal(self) -> UnsupportedError | None:
         """Why it should not be written: a base that loses too much. A drafter's drafts are checked by its base."""
-        return self.losses.refusal(self.source.name) if self.of_base and self.overlays else None
+        ruined = {role: loss for role, loss in self.losses.roles.items() if loss.relative_rms_error > MOST_LOST}
+        if not (ruined and self.of_base and self.overlays):
+            return None
+        return UnsupportedError(
+            f"{self.source.name}: rounding to its types would lose more than {MOST_LOST:.0%} of {len(ruined)} roles: "
+            f"{few(_named(ruined))}. Train with the file's grid in the loop (quantization-aware), from Google's public "
+            "mobile checkpoint, whose codes the bundle holds; or take the loss.",
+            remedies=("force",),
+        )
 
     def write(
         self, out: PathLike, *, overwrite: bool = False, force: bool = False, reporter: Reporter = SILENT
@@ -182,11 +256,7 @@ def _parts(place: Location, encoding: Encoding) -> Iterator[_Part]:
 
 
 def _vectors(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tuple[int, memoryview]]:
-    """The scales and zero points of ``encoding`` as ``tensor`` stores them, and where.
-
-    Raises:
-        UnsupportedError: it has no place for them.
-    """
+    """The scales and zero points of ``encoding`` as ``tensor`` stores them, and where."""
     quantization, (scale, zeros) = tensor.quantization, encoding.scales
     assert quantization is not None
     blocks = _blocks(model, tensor)
@@ -207,18 +277,18 @@ def _vectors(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tup
 def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_Part]:
     """Data, scales and zero points of all tensors but those ``playing`` a role."""
     # Scales of blocks are tensors themselves.
-    tensors = {(t.subgraph, t.index) for role in playing if role for t in (role, _blocks(model, role)) if t}
+    keys = {(part.subgraph, part.index) for role in playing if role for part in (role, _blocks(model, role)) if part}
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
-        if (tensor.subgraph, tensor.index) in tensors or not model.has_data(tensor):
+        if (tensor.subgraph, tensor.index) in keys or not model.has_data(tensor):
             continue
-        data, quantization = model.data_of(tensor), tensor.quantization
+        data = model.data_of(tensor)
         spans = [(data.begin, data.size)]
         # Scales of floats mean nothing.
-        if quantization is not None and tensor.type not in FLOAT_TYPES:
-            vectors = (quantization.scales, quantization.zero_points)
+        if tensor.quantization is not None and tensor.type not in FLOAT_TYPES:
+            vectors = (tensor.quantization.scales, tensor.quantization.zero_points)
             spans += [(model.region.begin + vector.start, vector.width * vector.count) for vector in vectors]
-        label = f"{tensor.label}, which plays no role,"
-        yield from (_Part(begin, begin + size, False, label) for begin, size in spans if size)
+        owner = f"{tensor.label}, which plays no role,"
+        yield from (_Part(begin, begin + size, False, owner) for begin, size in spans if size)
 
 
 def _blocks(model: TfliteModel, tensor: Tensor) -> Tensor | None:

@@ -12,16 +12,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
 from mtp_extract.insertion.activations import Grids, Ranges, calibrated, remark_on_grids
-from mtp_extract.insertion.base import find_base
+from mtp_extract.insertion.base import base_misfits, check_base, describe_differences, find_base
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, check_merged, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode
-from mtp_extract.insertion.fit import base_misfits, check_base, check_drafter
-from mtp_extract.insertion.loss import Losses
-from mtp_extract.insertion.plan import InsertionPlan, overlays
+from mtp_extract.insertion.plan import InsertionPlan, Losses, overlays
 from mtp_extract.insertion.slots import Location, Slot, match_roles
 from mtp_extract.io.opening import is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
@@ -31,6 +30,15 @@ from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
+
+# What exporters compute constants in, and configurations round them to.
+_ALIKE = 1e-6
+
+_COMPARED = (
+    *("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_layers"),
+    *("layer_types", "head_dims", "num_kv_heads", "sliding_window", "rms_norm_eps", "attention_scale"),
+    "hidden_activation",
+)
 
 
 @contextmanager
@@ -88,18 +96,16 @@ def planned_insertion(
 
 
 def _with_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
-    """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``.
-
-    Raises:
-        NoDrafterError: there is no template, or none is to be added: ``error`` says why there is no drafter.
-    """
+    """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``; ``error``,
+    which says why there is no drafter, where there is no template, or none is to be added."""
     if (bundle := opened.bundle) is None or opened.section is not None:
         raise error
     if template is None:
-        why = f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets."
-        raise NoDrafterError(why, remedies=("graph_from",)) from error
+        raise NoDrafterError(
+            f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.", remedies=("graph_from",)
+        ) from error
     drafter = template.drafter()
-    items = {k: str(v) for k, v in drafter.section.items.items()} if drafter.section else {}
+    items = {key: str(value) for key, value in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
     new = [Added(TFLITE_MODEL, items, drafter.model.region)]
     if (weights := drafter.model.weights) is not None:
@@ -123,7 +129,7 @@ def _plan_drafter(
 ) -> InsertionPlan:
     opened, source = drafter.opened, drafter.opened.source
     notes = [*checkpoint.notes, *opened.remarks]
-    notes += check_drafter(checkpoint.mtp, drafter.config, source.name)
+    notes += _compare_configs(checkpoint.mtp, drafter.config, source.name)
     if not added and (problems := "; ".join(base_misfits(drafter))):
         # What was there before stays, fit or not.
         notes.append(f"In this bundle the drafter could not run before: {problems}.")
@@ -139,6 +145,42 @@ def _plan_drafter(
             return prove_checkpoint(drafter_written, checkpoint_of(drafter_written))
 
     return InsertionPlan(source, encodings, (*written, *scales), (*notes, *remarks), inputs, check, added=added)
+
+
+def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
+    """What is worth a note of weights that stand in the graph of another drafter, of ``name``; PairError, which lists
+    how, where they are not of one shape, or compute differently.
+
+    The graph computes with its own constants (RoPE, epsilon, soft cap): what a checkpoint's config says is lost.
+    """
+    expected = {key: getattr(checkpoint, key) for key in _COMPARED}
+    of_graph = {key: getattr(graph, key) for key in _COMPARED}
+    for layer_type, rope in graph.rope.items():
+        for key in ("theta", "partial_rotary_factor", "factor"):
+            place = f"RoPE's {key} in {layer_type}"
+            expected[place] = getattr(checkpoint.rope.get(layer_type), key, None)
+            of_graph[place] = getattr(rope, key)
+    if wrong := describe_differences(expected, of_graph, _ALIKE):
+        raise PairError(
+            f"{name}: the checkpoint does not fit its drafter, which has {wrong}. Give the checkpoint of a drafter for "
+            "this bundle."
+        )
+    notes = []
+    if (cap_of_checkpoint := checkpoint.final_logit_softcap) != (cap := graph.final_logit_softcap):
+        notes.append(
+            f"The graph's soft cap ({cap}) stays; the checkpoint's is {cap_of_checkpoint}. The best token is the same."
+        )
+    if checkpoint.ordered_head is not None:
+        notes.append("The checkpoint's centroid head stays behind: the graph's head is dense.")
+    return notes
+
+
+def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
+    """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
+    places = {role.role: (Location(drafter.model, role),) for role in drafter.walk.roles}
+    tensors = checkpoint.whole().tensors
+    weights = {role.name: tensors[role.name] for role in shapes_of(drafter.config) if role.name in tensors}
+    return [slot for match in match_roles(places, weights, checkpoint.dtype) for slot in match.required()]
 
 
 def _plan_base(
@@ -159,28 +201,18 @@ def _plan_base(
     written = tuple(overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
-    roles = [place.found for slot in slots for place in slot.places]
-    grids = {
-        role.role: (role.input, role.output) for role in roles if role.input is not None or role.output is not None
-    }
     if written:
+        roles = [place.found for slot in slots for place in slot.places]
+        grids = {role.role: (role.input, role.output) for role in roles if role.input or role.output}
         notes += remark_on_grids(grids, cut_off)
-    if written and any(section.model_type == MODEL_TYPE for section in opened.sections):
-        notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
+        if any(section.model_type == MODEL_TYPE for section in opened.sections):
+            notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
     def check(path: Path) -> None:
         with open_bundle(path) as new:
             check_written(path, _slots_of_base(new, checkpoint), encodings)
 
     return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
-
-
-def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
-    """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
-    places = {weight_of_role.role: (Location(drafter.model, weight_of_role),) for weight_of_role in drafter.walk.roles}
-    weights = checkpoint.whole().tensors
-    weight_of_role = {role.name: weights[role.name] for role in shapes_of(drafter.config) if role.name in weights}
-    return [slot for match in match_roles(places, weight_of_role, checkpoint.dtype) for slot in match.required()]
 
 
 def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:

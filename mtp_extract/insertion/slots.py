@@ -23,11 +23,10 @@ from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row
 from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
 from mtp_extract.io.threads import on_all_cores
-from mtp_extract.litertlm.storage import Floats
+from mtp_extract.litertlm.storage import Floats, Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 
 _T = TypeVar("_T")
-_LAYER_SCALAR = ".layer_scalar"
 _SMALLEST_BUFFER = 16  # elements
 # Elements of a weight at a time. Threads take turns between operations on arrays: with fewer elements they wait for
 # each other, with more their arrays leave the cache.
@@ -78,6 +77,16 @@ class Slot:
         assert self.constant is not None
         return self.constant
 
+    @property
+    def storage(self) -> Storage:
+        """How its constant lies in the file."""
+        return self.stored.source.storage
+
+    def stored_bytes(self, first: int, last: int) -> bytes:
+        """What the file has of rows ``[first, last)``."""
+        part = self.part(self.storage.length, first, last)
+        return self.stored.source.location.read(part.start, part.stop - part.start)
+
     @cached_property
     def held(self) -> Weight:
         """What the bundle holds: ones where nothing is stored."""
@@ -86,9 +95,9 @@ class Slot:
     @cached_property
     def whole(self) -> bool:
         """Whether its rows are worked on together: their scales do not lie by rows."""
-        if self.constant is None or self.constant.source.packing is None:
+        if self.constant is None or self.storage.packing is None:
             return False
-        return not (self.constant.by_rows and self.new.columns % self.constant.source.storage.columns == 0)
+        return not (self.constant.by_rows and self.new.columns % self.storage.columns == 0)
 
     def ranges(self) -> Iterable[tuple[int, int]]:
         """Rows ``[first, last)`` after each other, those that are worked on at a time."""
@@ -132,11 +141,7 @@ class Match(NamedTuple):
     problem: str  # why the two cannot be compared; empty where they can
 
     def required(self) -> list[Slot]:
-        """Its slots.
-
-        Raises:
-            PairError: one of the two lacks the role, or has it in another shape.
-        """
+        """Its slots; PairError where one of the two lacks the role, or has it in another shape."""
         if self.problem:
             raise PairError(f"{self.role}: {self.problem}. Give a checkpoint of the model that the bundle holds.")
         return self.slots
@@ -152,10 +157,11 @@ def match_roles(
     for role in dict.fromkeys((*weights, *places)):
         weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
         candidates = _with_known_factor(places.get(role, ()), weight)
-        if weight is None and role.endswith(_LAYER_SCALAR):
+        is_scalar = role.endswith(".layer_scalar")
+        if weight is None and is_scalar:
             weight = constant_weight((1,))
         shape = _shape_of(candidates)
-        problem = _problem(weight, shape, is_read=bool(candidates) or role.endswith(_LAYER_SCALAR))
+        problem = _problem(weight, shape, is_read=bool(candidates) or is_scalar)
         slots = list[Slot]()
         if weight is not None and not problem:
             slots = _slots(role, candidates, weight, dtype or common_dtype([weight]))
@@ -183,8 +189,7 @@ def _shape_of(places: Sequence[Location]) -> tuple[int, ...]:
 
 def _with_known_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
     """``places`` with the factor, of those that their graphs allow, with which they hold a weight as large as
-    ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out.
-    """
+    ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out."""
     constant = places[0].constant if places else None
     if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
         return places
@@ -214,9 +219,14 @@ def _slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) ->
 
 def over_rows(slots: Sequence[Slot], step: Callable[[Slot, int, int], _T]) -> dict[Slot, list[_T]]:
     """For each slot what ``step(slot, first, last)`` gives of its rows, some at a time, in order."""
-    groups: dict[object, list[Slot]] = defaultdict(list)
+    groups = defaultdict[object, list[Slot]](list)
     for slot in slots:
-        groups[_read_together(slot)].append(slot)
+        new = slot.new
+        if isinstance(new, Stored) and new.cut is not None and not slot.whole:
+            # Columns of the same rows of a file.
+            groups[new.path, new.tensor.offset, new.columns].append(slot)
+        else:
+            groups[slot].append(slot)
     tasks = [(group, *rows) for group in groups.values() for rows in group[0].ranges()]
 
     def work(task: tuple[list[Slot], int, int]) -> list[_T]:
@@ -226,19 +236,11 @@ def over_rows(slots: Sequence[Slot], step: Callable[[Slot, int, int], _T]) -> di
         np.setbufsize(_SMALLEST_BUFFER)
         return [step(slot, first, last) for slot in group]
 
-    of_slot: dict[Slot, list[_T]] = {slot: [] for slot in slots}
+    of_slot = {slot: list[_T]() for slot in slots}
     for (group, *_), results in zip(tasks, on_all_cores(work, tasks), strict=True):
         for slot, result in zip(group, results, strict=True):
             of_slot[slot].append(result)
     return of_slot
-
-
-def _read_together(slot: Slot) -> object:
-    """Equal for slots whose weights are columns of the same rows of a file."""
-    new = slot.new
-    if isinstance(new, Stored) and new.cut is not None and not slot.whole:
-        return new.path, new.tensor.offset, new.columns
-    return slot
 
 
 def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:
@@ -263,7 +265,6 @@ def squares(values: Floats) -> float:
     return float(np.einsum("i,i->", values.reshape(-1), values.reshape(-1), dtype=np.float64))
 
 
-def relative_error(differences: Iterable[float], sizes: Iterable[float]) -> float:
+def relative_error(difference: float, size: float) -> float:
     """Root mean square of a difference as a share of that of the weight, from sums of squares of both."""
-    difference, size = sum(differences), sum(sizes)
     return math.sqrt(difference / size) if size else math.inf if difference else 0.0
