@@ -76,10 +76,7 @@ def with_record(place: Path) -> Path:
 
 def recorded(place: Path) -> frozenset[str]:
     """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
-
-    Raises:
-        OutputError: it has no record, or none that can be read.
-    """
+    OutputError where it has no record, or none that can be read."""
     listing(RECORD, ())(place)
     try:
         if not isinstance(files := read_object(place / RECORD).get("files"), dict):
@@ -92,11 +89,8 @@ def recorded(place: Path) -> frozenset[str]:
 
 
 def read_record(place: Path) -> dict[str, Any]:
-    """``extraction.json`` of the checkpoint at ``place``; empty where there is none.
-
-    Raises:
-        CheckpointError: it is not what this package writes.
-    """
+    """``extraction.json`` of the checkpoint at ``place``, empty where there is none; CheckpointError where it is not
+    what this package writes."""
     path = with_record(place) / RECORD
     if not path.exists():
         return {}
@@ -173,10 +167,8 @@ def _names_code(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """What lies below ``folder`` and is no directory, links to directories included: engines follow these.
-
-    Hidden directories are not looked into: they are git's, the Hub's and editors'.
-    """
+    """What lies below ``folder`` and is no directory, links to directories included: engines follow these. Hidden
+    directories are not looked into: they are git's, the Hub's and editors'."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(root, name).is_symlink()]
@@ -184,10 +176,8 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file lies at ``path``, or a link of the Hub's cache to one: other links may lead to anything.
-
-    Nothing is opened: a pipe would be waited for.
-    """
+    """Whether a file lies at ``path``, or a link of the Hub's cache to one: other links may lead to anything. Nothing
+    is opened: a pipe would be waited for."""
     return is_cached(path) or (path.is_file() and not path.is_symlink())
 
 
@@ -201,27 +191,16 @@ def _is_unused(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ReadDirectory:
-    """What a directory holds, and what is known of it.
+    """What a directory holds, and what is known of it."""
 
-    Attributes:
-        directory: or a file that is a checkpoint by itself.
-        layout: name of its format.
-        written: what its files of that format hold.
-        checkpoint: the same with the codes that lie beside its floats, and all that was not read.
-        known_as: the name of its geometry; None for one that is not listed.
-        record: its own; where it has none, what would stand there.
-        is_recorded: whether it has one.
-        changed: names of files that are not as it lists them; none of them holds tensors.
-    """
-
-    directory: Path
-    layout: str
-    written: Checkpoint
-    checkpoint: Checkpoint
-    known_as: str | None
-    record: Mapping[str, Any]
-    is_recorded: bool
-    changed: frozenset[str]
+    directory: Path  # or a file that is a checkpoint by itself
+    layout: str  # name of its format
+    written: Checkpoint  # what its files of that format hold
+    checkpoint: Checkpoint  # the same with the codes that lie beside its floats, and all that was not read
+    known_as: str | None  # the name of its geometry; None for one that is not listed
+    record: Mapping[str, Any]  # its own; where it has none, what would stand there
+    is_recorded: bool  # whether it has one
+    changed: frozenset[str]  # names of files that are not as it lists them; none of them holds tensors
 
     @classmethod
     def of(cls, place: str | os.PathLike[str]) -> ReadDirectory:
@@ -237,11 +216,8 @@ class ReadDirectory:
         changed = changed_files(folder, record) if record else {}
         _require_tensors(folder, record, changed)
         format_, written = _read_files(folder, changed)
-        if changed and (wrong := [*_another_geometry(written.config, record)]):
-            raise CheckpointError(
-                f"{escape(folder / format_.marker)}: describes another drafter than its {RECORD}: "
-                f"{few(wrong, separator='; ')}. {AGAIN}"
-            )
+        if changed:
+            _require_geometry(folder / format_.marker, written.config, record)
         known_as = written.architecture.known_as(written.config)
         stated = record or _implied(folder, written, known_as)
         checkpoint = replace(
@@ -309,12 +285,16 @@ def _shared_again(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]
     return MappingProxyType(by_role)
 
 
-def _another_geometry(config: Config, record: Mapping[str, Any]) -> Iterator[str]:
-    """Where ``config`` is not the shape that ``record`` states, each as a clause."""
-    for difference in differences(record["geometry"], to_builtins(config.as_json())):
-        if difference.place not in ("max_position_embeddings", "base"):
-            where, stated = escape(difference.place), escape(difference.expected)
-            yield f"{where} is {escape(difference.found)}, not {stated}"
+def _require_geometry(path: Path, config: Config, record: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where ``config``, which was read of ``path``, is not the shape that ``record`` states."""
+    wrong = [
+        f"{escape(difference.place)} is {escape(difference.found)}, not {escape(difference.expected)}"
+        for difference in differences(record["geometry"], to_builtins(config.as_json()))
+        if difference.place not in ("max_position_embeddings", "base")
+    ]
+    if wrong:
+        what = f"describes another drafter than its {RECORD}: {few(wrong, separator='; ')}"
+        raise CheckpointError(f"{escape(path)}: {what}. {AGAIN}")
 
 
 def _files_of_tensors(place: Path) -> dict[str, Path]:

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -101,7 +100,9 @@ def extract_drafter(
         if proof is None and not drafter.not_proven:
             with offering_unproven(opened):
                 proof = prove_checkpoint(drafter, original)
-        origin |= _evidence(drafter, proof)
+        origin |= {"converted_from": [], "proof": None if proof is None else in_words(proof)}
+        if drafter.not_proven:
+            origin["not_proven"] = list(drafter.not_proven)
         return write(
             planned,
             target,
@@ -112,12 +113,6 @@ def extract_drafter(
             reporter=reporter,
             every_float=False,
         )
-
-
-def _evidence(drafter: Shard, proof: Proof | None) -> dict[str, Any]:
-    """What a record says of the proof, or of why there is none."""
-    evidence: dict[str, Any] = {"converted_from": [], "proof": None if proof is None else in_words(proof)}
-    return evidence | ({"not_proven": list(drafter.not_proven)} if drafter.not_proven else {})
 
 
 def prove_drafter(drafter: Shard) -> Proof:
@@ -141,11 +136,8 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
 
 
 def require_complete(drafter: Shard) -> None:
-    """Refuse a file in which a part of a matrix was never downloaded: what is proven of its zeros is of no use.
-
-    Raises:
-        SourceError: rows are zero, and their scales say otherwise.
-    """
+    """Raise SourceError where rows of a matrix are zero, and their scales say otherwise: a part of the file was never
+    downloaded, and what is proven of its zeros is of no use."""
     source = drafter.opened.source
     if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
         # Its weights were left out; or ranges of a published file, as the Hub serves them: nothing can be missing.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
@@ -130,20 +131,13 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
-    """The drafter of ``opened``: where its graph leaves the window to the runtime, with that of ``config``; where it
-    cannot be proven, what can be read of it.
-
-    Raises:
-        MtpExtractError: as :meth:`~mtp_extract.bundle.Opened.drafter`.
-    """
-    try:
-        return opened.drafter()
-    except (RoleError, UnsupportedError):
-        try:
-            return opened.drafter(config.sliding_window)
-        except (RoleError, UnsupportedError):
-            # What can be compared is compared; that it is no proof, its check says.
-            return read_unproven(opened, config.sliding_window, prove_drafter)[0]
+    """The drafter of ``opened``, with the errors of :meth:`~mtp_extract.bundle.Opened.drafter`: where its graph leaves
+    the window to the runtime, with that of ``config``; where it cannot be proven, what can be read of it."""
+    for window in (None, config.sliding_window):
+        with suppress(RoleError, UnsupportedError):
+            return opened.drafter(window)
+    # What can be compared is compared; that it is no proof, its check says.
+    return read_unproven(opened, config.sliding_window, prove_drafter)[0]
 
 
 def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = None) -> list[Check]:
@@ -159,7 +153,9 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
         MtpExtractError: the bundle cannot be read.
     """
     require_complete(source)
-    compared = _Compared.of(directory, source, read)
+    format_ = format_named(read.layout) if read else format_of(directory)
+    written = read.written if read else format_.read(directory)
+    compared = _Compared(directory, source, checkpoint_of(source), written, format_, read)
     config = compared.check_config()
     files = compared.check_files()
     tensors = compared.check_tensors(of_the_same_config=bool(config.passed))
@@ -169,28 +165,16 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
 
 @dataclass
 class _Compared:
-    """A directory, and what the bundle gives.
-
-    Attributes:
-        read: what was read of the directory; None where its files have not been compared with its record.
-        chains: what was done to each weight, as far as they are derived.
-        proven: what the proof shows, in sentences.
-    """
+    """A directory, and what the bundle gives."""
 
     directory: Path
     source: Shard
     original: Checkpoint
     written: Checkpoint
     format: Format
-    read: ReadDirectory | None
-    chains: dict[str, Chain] = field(default_factory=dict)
-    proven: list[str] = field(default_factory=list)
-
-    @staticmethod
-    def of(directory: Path, source: Shard, read: ReadDirectory | None) -> _Compared:
-        format_ = format_named(read.layout) if read else format_of(directory)
-        written = read.written if read else format_.read(directory)
-        return _Compared(directory, source, checkpoint_of(source), written, format_, read)
+    read: ReadDirectory | None  # what was read there; None where its files have not been compared with its record
+    chains: dict[str, Chain] = field(default_factory=dict)  # what was done to each weight, as far as they are derived
+    proven: list[str] = field(default_factory=list)  # what the proof shows, in sentences
 
     def check_config(self) -> Check:
         derived, stated = (
@@ -233,10 +217,7 @@ class _Compared:
 
     def _other_tensors(self) -> Iterator[str]:
         """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
-
-        Raises:
-            CheckpointError: scales, or codes that are kept beside it, are damaged.
-        """
+        CheckpointError where scales, or codes that are kept beside it, are damaged."""
         claimed = _claimed_steps(self.directory)
         # The table of roles is in the order in which a drafter computes.
         for role, shape in shapes_of(self.written.config).items():
@@ -324,12 +305,11 @@ class _Compared:
 
 def _claimed_steps(directory: Path) -> Collection[str]:
     """What the record in ``directory`` says was done to weights; nothing where there is none that can be read."""
-    try:
-        record = read_record(directory)
-    except CheckpointError:
-        # The check of the record says why.
-        return ()
-    return roundings(*record["converted_from"], record) if record else ()
+    # Why it cannot be read, the check of the record says.
+    with suppress(CheckpointError):
+        if record := read_record(directory):
+            return roundings(*record["converted_from"], record)
+    return ()
 
 
 def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:

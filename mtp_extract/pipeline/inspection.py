@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
 from mtp_extract.graph.trace import trace_drafter
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
-from mtp_extract.litertlm.tflite import Tensor, TfliteModel
+from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
 from mtp_extract.pipeline.extraction import prove_drafter
 from mtp_extract.pipeline.identity import verify_against
@@ -27,15 +28,11 @@ from mtp_extract.proof.grids import list_rounded
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a bundle or a checkpoint holds.
+    """What a bundle or a checkpoint holds."""
 
-    Attributes:
-        report: all of it, as ``mtp-inspect --json`` prints it.
-        problem: why the drafter cannot be extracted, or engines may load something else than the checkpoint seems to
-            hold; None where nothing was found.
-    """
-
-    report: dict[str, Any]
+    report: dict[str, Any]  # all of it, as ``mtp-inspect --json`` prints it
+    # Why the drafter cannot be extracted, or engines may load something else than the checkpoint seems to hold; None
+    # where nothing was found.
     problem: MtpExtractError | None
 
 
@@ -51,8 +48,9 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
         NoDrafterError: the source is neither a bundle nor a model.
     """
     published = known_bundle(opened.source)
-    report = _header(opened) | {"known_bundle": published["name"] if published else None}
-    report |= {"trace": _trace(opened)} if graph else {}
+    report = _header(opened, published["name"] if published else None)
+    if graph:
+        report["trace"] = _trace(opened)
     try:
         drafter = opened.drafter()
         facts = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
@@ -67,24 +65,22 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     return Inspection({**report, "drafter": facts}, None)
 
 
-def _header(opened: Opened) -> dict[str, Any]:
-    """The file and its sections."""
-    source = opened.source
-    bundle = opened.bundle
-    sections = [
-        {"index": section.index, "type": section.type_name, "model_type": section.model_type}
-        | {"begin": section.begin, "size": section.size, "items": dict(section.items)}
-        for section in opened.sections
-    ]
+def _header(opened: Opened, known_as: str | None) -> dict[str, Any]:
+    """The file, the name of the published one that it is, and its sections."""
+    source, bundle = opened.source, opened.bundle
     return {
         "name": source.name,
         "size": source.size,
         "kind": "litertlm" if bundle else "skeleton" if opened.skeleton else "tflite",
         "version": ".".join(map(str, bundle.version)) if bundle else None,
-        "known_bundle": None,
+        "known_bundle": known_as,
         "provenance": dict(sorted(source.provenance.items())),
         "items": dict(bundle.items) if bundle else {},
-        "sections": sections,
+        "sections": [
+            {"index": section.index, "type": section.type_name, "model_type": section.model_type}
+            | {"begin": section.begin, "size": section.size, "items": dict(section.items)}
+            for section in opened.sections
+        ],
     }
 
 
@@ -145,17 +141,21 @@ def _graph(drafter: Shard) -> dict[str, Any]:
 
 def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
     """Its signatures, and how large it is; with ``tensors`` every tensor."""
-    all_tensors, signatures = [tensor for graph in model.subgraphs for tensor in graph.tensors], list[dict[str, Any]]()
-    for signature in model.signatures:
-        signatures.append({"key": signature.key, "subgraph": signature.subgraph})
-        for side, names in (("inputs", signature.inputs), ("outputs", signature.outputs)):
-            by_name = {name: model.tensor(signature.subgraph, at) for name, at in names.items()}
-            signatures[-1][side] = {name: {"type": t.type_name, "shape": t.shape} for name, t in by_name.items()}
+    all_tensors = [tensor for graph in model.subgraphs for tensor in graph.tensors]
+
+    def ends(signature: Signature, names: Mapping[str, int]) -> dict[str, Any]:
+        by_name = {name: model.tensor(signature.subgraph, index) for name, index in names.items()}
+        return {name: {"type": tensor.type_name, "shape": tensor.shape} for name, tensor in by_name.items()}
+
     return {
         "subgraphs": len(model.subgraphs),
         "tensors_in_all": len(all_tensors),
         "operators": sum(len(graph.operators) for graph in model.subgraphs),
-        "signatures": signatures,
+        "signatures": [
+            {"key": signature.key, "subgraph": signature.subgraph}
+            | {"inputs": ends(signature, signature.inputs), "outputs": ends(signature, signature.outputs)}
+            for signature in model.signatures
+        ],
         **({"tensors": [_tensor(model, tensor) for tensor in all_tensors]} if tensors else {}),
     }
 
@@ -199,36 +199,33 @@ def inspect_checkpoint(
     """
     read = ReadDirectory.of(place)
     checks = list[Check]()
-    against = None
-    published = None
+    against = published = None
     if bundle is not None:
         with open_bundle(bundle, reporter=reporter) as opened:
             checks = verify_against(read, opened)
             against = opened.source.name
             published = compare_with_published(opened.source, reporter)
     problem = _problem(read)
+    record = read.record if read.is_recorded else None
     report = {
         "directory": str(read.directory),
-        "files": len({*read.record["files"]} - {CARD, *read.changed}) if read.is_recorded else None,
+        "files": len({*record["files"]} - {CARD, *read.changed}) if record else None,
         "against": against,
         "against_published": published,
         "checks": [asdict(check) for check in checks],
         "notes": list(read.checkpoint.notes),
         "ok": problem is None,
-        "extraction": read.record if read.is_recorded else None,
+        "extraction": record,
         "holds": _contents(read, tensors),
     }
     return Inspection(report, problem)
 
 
 def _problem(read: ReadDirectory) -> CheckpointError | None:
-    wrong = sum(finding.is_error for finding in read.written.findings)
-    if not wrong:
-        return None
-    return CheckpointError(
-        f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
-        "Convert it, or change its config as said."
-    )
+    if wrong := sum(finding.is_error for finding in read.written.findings):
+        what = f"expected nothing that an engine takes otherwise without a word, found {wrong}"
+        return CheckpointError(f"{escape(read.directory)}: {what}. Convert it, or change its config as said.")
+    return None
 
 
 def _contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:

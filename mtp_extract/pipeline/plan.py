@@ -16,9 +16,6 @@ DtypeName = Literal["bf16", "f16", "f32", "codes"]
 RuleName = Literal["q4_0", "q8_0", "int4", "int8"]
 """Every rule that makes codes of floats: the names in :data:`~mtp_extract.checkpoint.rounding.RULES`."""
 
-DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
-RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
-
 
 @dataclass(frozen=True)
 class WritingPlan:
@@ -31,8 +28,8 @@ class WritingPlan:
 
     def __post_init__(self) -> None:
         """Raise PlanError where a name is none of its choices."""
-        check_choice("dtype", self.dtype, DTYPE_NAMES)
-        check_choice("quantize", self.quantize, RULE_NAMES)
+        check_choice("dtype", self.dtype, get_args(DtypeName))
+        check_choice("quantize", self.quantize, get_args(RuleName))
         if self.format is not None and self.format.lower() not in choices():
             check_choice("format", self.format, choices())
 

@@ -29,27 +29,24 @@ from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
 
 _PRODUCTS = frozenset({"FULLY_CONNECTED", "BATCH_MATMUL", "EMBEDDING_LOOKUP", "GATHER"})
-_ONE = {TensorType.FLOAT32: b"\0\0\x80?", TensorType.FLOAT16: b"\0<", TensorType.BFLOAT16: b"\x80?"}
+_ONE: dict[TensorType | None, bytes] = {
+    TensorType.FLOAT32: b"\0\0\x80?",
+    TensorType.FLOAT16: b"\0<",
+    TensorType.BFLOAT16: b"\x80?",
+}
 _LARGEST_NUMBER = 1 << 12
 """Elements of the largest constant that is no weight where nothing else is known of it."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What was written.
-
-    Attributes:
-        size: of the file, in bytes.
-        weights: how many constants were left out because they play a role, and
-        doubtful: because they may play one.
-        left_out: their bytes.
-    """
+    """What was written."""
 
     path: Path
-    size: int
-    weights: int
-    doubtful: int
-    left_out: int
+    size: int  # of the file, in bytes
+    weights: int  # how many constants were left out because they play a role, and
+    doubtful: int  # because they may play one
+    left_out: int  # their bytes
 
 
 def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
@@ -80,7 +77,9 @@ def _without(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray
     for tensor in weights:
         place = model.data_of(tensor)
         begin = place.begin - model.region.begin
-        blank[begin : begin + place.size] = _filling(tensor, place.size, is_matrix=len(tensor.shape) == 2)
+        # Zeros; of vectors of floats, ones.
+        unit = b"\0" if len(tensor.shape) == 2 else _ONE.get(tensor.type, b"\0")
+        blank[begin : begin + place.size] = unit * (place.size // len(unit))
         left_out += place.size
     _blank_scales(model, set(map(id, weights)), blank)
     return blank, left_out
@@ -130,26 +129,21 @@ def _not_weights(graph: FlatGraph) -> set[_Key]:
 def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -> bool:
     """Whether a constant meets an activation otherwise than by being chosen, or is a matrix of a product.
 
-    A rotation is not: all that there is to know of it is that it is one.
-
-    Args:
-        may_be: by id, the same of the values that are made of it.
+    A rotation is not: all that there is to know of it is that it is one. ``may_be`` has the same, by id, of the values
+    that are made of it.
     """
     for node, _ in value.consumers:
         if node.kind == PRODUCT and _is_rotation(graph, node):
             return False
         meets = any(result.depends & Depends.DATA for result in node.outputs)
-        if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT and node.kind not in SELECTIONS):
+        if node.kind in _PRODUCTS or (meets and node.kind not in LAYOUT.keys() | SELECTIONS):
             return True
-        is_handed_on = not meets and (node.kind in LAYOUT or node.kind in CONVERSIONS)
+        is_handed_on = not meets and node.kind in LAYOUT.keys() | CONVERSIONS
         if is_handed_on and any(may_be.get(id(result), True) for result in node.outputs):
             return True
-    return value.tensor.elements > _LARGEST_NUMBER and not _meets(value, Depends.POSITION | Depends.MASK)
-
-
-def _meets(value: Value, depends: Depends) -> bool:
-    """Whether something is computed of it and of what ``depends`` says."""
-    return any(result.depends & depends for node, _ in value.consumers for result in node.outputs)
+    results = (result for node, _ in value.consumers for result in node.outputs)
+    meets_place = any(result.depends & (Depends.POSITION | Depends.MASK) for result in results)
+    return value.tensor.elements > _LARGEST_NUMBER and not meets_place
 
 
 def _is_rotation(graph: FlatGraph, node: Node) -> bool:
@@ -167,12 +161,6 @@ def _is_named_scalar(value: Value) -> bool:
     scalars = {role.name.rpartition(".")[2] for role in role_table() if role.kind == SCALAR}
     names = [tensor.name for node, _ in value.consumers for result in node.outputs for tensor in result.tensors]
     return any(role.rpartition(".")[2] in scalars for role in roles_named(names, is_matrix=False))
-
-
-def _filling(tensor: Tensor, size: int, *, is_matrix: bool) -> bytes:
-    """What stands in the place of a weight: zeros; of vectors of floats, ones."""
-    unit = _ONE.get(tensor.type) if tensor.type is not None and not is_matrix else None
-    return unit * (size // len(unit)) if unit is not None else bytes(size)
 
 
 def _blank_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:

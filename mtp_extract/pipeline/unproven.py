@@ -7,6 +7,7 @@ attentions alone say (theta, window, types of layers) is then that of the known 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -79,7 +80,10 @@ def read_unproven(
                 break
             passed[error.place] = error.label
         except (RoleError, UnsupportedError, ProofError) as error:
-            if not _is_for_want_of_knowledge(error, is_changed=bool(passed)):
+            # What a user can say, a drafter of another kind, and a graph that was read, as it is, and is no drafter's
+            # function, are not for want of knowledge.
+            is_refuted = isinstance(error, ProofError) and not passed
+            if error.remedies or isinstance(error, AnotherKindError) or is_refuted:
                 raise
             if drafter is not None or not refusals:
                 refusals.append(_clause_of(error, opened))
@@ -97,15 +101,6 @@ def read_unproven(
             raise
     # What was read is all that there is of a geometry that is not known.
     return _not_proven(drafter, refusals, "what it computes was read, and not proven"), None
-
-
-def _is_for_want_of_knowledge(error: RoleError | UnsupportedError | ProofError, *, is_changed: bool) -> bool:
-    """Whether a graph was refused for what this release does not know: not for what a user can say, nor as one of
-    another kind, nor because it was read, as it is, and is no drafter's function.
-    """
-    if error.remedies or isinstance(error, AnotherKindError):
-        return False
-    return is_changed or not isinstance(error, ProofError)
 
 
 def _not_proven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
@@ -142,15 +137,16 @@ def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
 
 
 def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
-    """The drafter with the weights that place or name tells, in the known geometry that fits.
-
-    Raises:
-        UnsupportedError: none fits, or a matrix is stored in a way that is no weight's.
-    """
+    """The drafter with the weights that place or name tells, in the known geometry that fits; UnsupportedError where
+    none does, or a matrix is stored in a way that is no weight's."""
     graph = opened.flat_graph()
     require_kind(graph)
     walked = DrafterWalk(read_drafter(graph, strict=False))
-    placed = _placed(walked)
+    placed = dict[str, FoundRole]()
+    # What lies outside of attentions, if the stream can be followed to its end.
+    with suppress(RoleError, UnsupportedError):
+        walked.walk_outside()
+        placed = {role.role: role for role in walked.roles}
     candidates = _candidates(graph)
     for geometry in load_mapping("geometries")["geometries"]:
         config = _config_of(geometry, walked if placed else None, sliding_window)
@@ -166,14 +162,6 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
         "those of no geometry that is known. Nothing is written. Please report the file."
     )
-
-
-def _placed(walked: DrafterWalk) -> dict[str, FoundRole]:
-    """The roles outside of attentions, if the stream can be followed to its end."""
-    with suppress(RoleError, UnsupportedError):
-        walked.walk_outside()
-        return {role.role: role for role in walked.roles}
-    return {}
 
 
 def _completed(
@@ -226,23 +214,17 @@ def _config_of(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_
     return replace(config, final_logit_softcap=walked.soft_cap) if walked.has_head else config
 
 
-def _matrices(graph: FlatGraph) -> Iterator[Value]:
-    """The constants that activations are multiplied by.
-
-    Raises:
-        UnsupportedError: one is a rotation, or stored so that LiteRT reads it otherwise.
-    """
+def _candidates(graph: FlatGraph) -> _Candidates:
+    """By role, the constants that have a published name of it: each constant's names are looked at once.
+    UnsupportedError where a matrix is a rotation, or stored so that LiteRT reads it otherwise."""
+    matrices = list[tuple[Value, tuple[str, ...]]]()
     for node in graph.nodes:
         if node.kind == PRODUCT and not node.operand(1).depends:
             try:
-                yield weight_of(graph, node)
+                value = weight_of(graph, node)
             except UnreadableError as why:
                 raise UnsupportedError(f"{node.op.label} {why}. Nothing is written. Please report the file.") from None
-
-
-def _candidates(graph: FlatGraph) -> _Candidates:
-    """By role, the constants that have a published name of it: each constant's names are looked at once."""
-    matrices = [(value, (value.tensor.name,)) for value in _matrices(graph)]
+            matrices.append((value, (value.tensor.name,)))
     vectors = [
         (value, tuple(tensor.name for tensor in node.outputs[0].tensors))
         for node in graph.nodes
@@ -252,9 +234,9 @@ def _candidates(graph: FlatGraph) -> _Candidates:
     ]
     candidates: _Candidates = defaultdict(dict)
     for is_matrix, named_values in ((True, matrices), (False, vectors)):
-        for value, names in named_values:
+        for constant, names in named_values:
             for role in roles_named(names, is_matrix=is_matrix):
-                candidates[role][id(value)] = (value, names)
+                candidates[role][id(constant)] = (constant, names)
     return candidates
 
 
@@ -264,7 +246,7 @@ def _named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> I
         of_shape = [
             (value, names)
             for value, names in candidates.get(role.name, {}).values()
-            if value.tensor.elements == _elements(shape)
+            if value.tensor.elements == math.prod(shape)
         ]
         if len(of_shape) == 1:
             ((value, names),) = of_shape
@@ -272,11 +254,8 @@ def _named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> I
 
 
 def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Collection[FoundRole]) -> None:
-    """A layer may have no scalar, but none that is there may be taken for 1 because its name is another.
-
-    Raises:
-        UnsupportedError: a sum of the stream's width is multiplied by a number that plays no role.
-    """
+    """Raise UnsupportedError where a sum of the stream's width is multiplied by a number that plays no role: a layer
+    may have no scalar, but none that is there may be taken for 1 because its name is another."""
     named_keys = {role.key for role in named}
     for node in graph.nodes:
         if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
@@ -285,10 +264,6 @@ def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Colle
         sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
         if sums and any((v.tensor.subgraph, v.tensor.index) not in named_keys for v in numbers):
             raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1] if len(shape) == 2 else shape[0]
 
 
 def _caches_by_type(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:

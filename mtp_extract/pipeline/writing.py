@@ -35,22 +35,14 @@ from mtp_extract.report.card import model_card, roundings
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """What an extraction or a conversion did.
-
-    Attributes:
-        files: name → size in bytes.
-        record: the content of ``extraction.json``.
-        parameters: how many numbers the drafter has.
-        integers: how many weights are held as integers with scales; what several share, once.
-        notes: for the user: things worth knowing that are not errors.
-    """
+    """What an extraction or a conversion did."""
 
     directory: Path
-    files: dict[str, int]
-    record: dict[str, Any]
-    parameters: int
-    integers: int
-    notes: tuple[str, ...]
+    files: dict[str, int]  # name → size in bytes
+    record: dict[str, Any]  # the content of ``extraction.json``
+    parameters: int  # how many numbers the drafter has
+    integers: int  # how many weights are held as integers with scales; what several share, once
+    notes: tuple[str, ...]  # for the user: things worth knowing that are not errors
 
 
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
@@ -69,6 +61,13 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
     format_ = format_named(name)
     dtype = plan.dtype or EVERY[name].dtypes[0]
     if plan.quantize is not None:
+        rules = EVERY[name].rules
+        if plan.quantize not in rules:
+            raise UnsupportedError(
+                f"The {name} format holds no codes that {plan.quantize} makes"
+                + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
+                remedies=("quantize",) if rules else ("format",),
+            )
         checkpoint = _quantize(checkpoint, format_, dtype, plan.quantize)
     planned = format_.plan(checkpoint, dtype)
     return add_codes(planned) if plan.codes else planned
@@ -80,8 +79,6 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
 
     Roles that share a weight share its codes.
     """
-    layout = format_.name
-    _require_rule(layout, name)
     rule = RULES[name]
     tensors = dict(checkpoint.tensors)
     rounded = dict[int, Weight]()
@@ -94,22 +91,11 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
             tensors[role.name] = coded
     if not any(weight.rule for weight in tensors.values()):
         raise UnsupportedError(
-            f"There is nothing to round by {name} for the {layout} format in {dtype}: each matrix has codes, "
+            f"There is nothing to round by {name} for the {format_.name} format in {dtype}: each matrix has codes, "
             "or the format holds none of this rule for it. Choose another rule or format, or leave it out.",
             remedies=("quantize", "format"),
         )
     return replace(checkpoint, tensors=MappingProxyType(tensors))
-
-
-def _require_rule(layout: str, name: str) -> None:
-    """Raise UnsupportedError where the format called ``layout`` holds no codes of the rule ``name``."""
-    rules = EVERY[layout].rules
-    if name not in rules:
-        raise UnsupportedError(
-            f"The {layout} format holds no codes that {name} makes"
-            + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
-            remedies=("quantize",) if rules else ("format",),
-        )
 
 
 def _rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
