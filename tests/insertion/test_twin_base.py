@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from helpers.twin_base import (
     tuned,
     twin_base,
 )
+from safetensors.numpy import load_file, save_file
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
@@ -272,27 +272,17 @@ def test_every_signature_gets_the_new_norms(tmp_path: Path) -> None:
     assert compared(new, base).counts == {EQUAL: 130}
 
 
-def _norm(graph: Any, values: np.ndarray) -> Callable[[Any], Any]:
-    data = np.ascontiguousarray(values, np.float32)
-
-    def find(model: Any) -> Any:
-        return next(t for t in model.subgraphs[graph].tensors if np.array_equal(numbers_of(model, t), data))
-
-    return find
-
-
 def test_a_signature_with_other_norms_is_refused(tmp_path: Path) -> None:
     """As an insertion into decode alone leaves it: such a bundle was called equal."""
     with open_bundle(TWIN) as opened:
-        place = next(p for p in find_base(opened).places["layers.1.pre_ffw_norm"])
-        held = place.constant
+        held = find_base(opened).places["layers.1.pre_ffw_norm"][0].constant
         assert held is not None
         values = held.array()
 
     def other(model: Any) -> None:
         own_norms(model)
         prefill = next(s.subgraphIndex for s in model.signatureDefs if s.signatureKey == b"prefill_8")
-        tensor = _norm(prefill, values)(model)
+        tensor = next(t for t in model.subgraphs[prefill].tensors if np.array_equal(numbers_of(model, t), values))
         model.buffers[tensor.buffer].data = np.frombuffer((values * 2).tobytes(), np.uint8)
 
     bundle = edited_twin(tmp_path / "other.litertlm", prefill_decode=other)
@@ -344,8 +334,6 @@ def test_an_adapter_is_to_be_merged_first(tmp_path: Path, with_base: bool) -> No
 
 
 def _rewritten(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    from safetensors.numpy import load_file, save_file
-
     out.mkdir()
     (out / "config.json").write_text((MOBILE / "config.json").read_text())
     tensors = load_file(MOBILE / "model.safetensors")
@@ -364,20 +352,18 @@ def test_a_code_of_a_mobile_checkpoint_is_named(tmp_path: Path) -> None:
     }
 
 
-def _set(name: str, values: Any, tensors: dict[str, Any]) -> None:
-    tensors[PREFIX + name] = values
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("part", "values"),
     [
-        partial(_set, "layers.0.mlp.up_proj.weight", np.zeros((96, 33), np.uint8)),
-        partial(_set, "layers.0.mlp.up_proj.weight", np.zeros((96, 64), np.uint8)),
-        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.full((96, 1), np.nan, np.float32)),
-        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.ones((95, 1), np.float32)),
-        partial(_set, "layers.0.mlp.up_proj.weight_scale", np.ones((96, 3), np.float32)),
+        ("weight", np.zeros((96, 33), np.uint8)),
+        ("weight", np.zeros((96, 64), np.uint8)),
+        ("weight_scale", np.full((96, 1), np.nan, np.float32)),
+        ("weight_scale", np.ones((95, 1), np.float32)),
+        ("weight_scale", np.ones((96, 3), np.float32)),
     ],
 )
-def test_codes_that_fit_no_matrix_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_codes_that_fit_no_matrix_are_refused(tmp_path: Path, part: str, values: np.ndarray) -> None:
+    name = f"{PREFIX}layers.0.mlp.up_proj.{part}"
+    base = _rewritten(tmp_path / "bad", lambda tensors: tensors.update({name: values}))
     with pytest.raises(CheckpointError, match=r"expected .*layers\.0\.mlp\.up_proj\.weight as codes of 2, 4 or 8 bits"):
-        compared(TWIN, _rewritten(tmp_path / "bad", change))
+        compared(TWIN, base)
