@@ -287,7 +287,7 @@ class _Compared:
             done = {step for chain in self.chains.values() for step in chain}
             if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
                 yield f"does not say that weights were rounded ({', '.join(untold)})"
-        yield from _apart(stated, {key: record[key] for key in stated})
+        yield from _apart(stated, {key: record.get(key) for key in stated})
 
     def _of_section(self, record: Mapping[str, Any], of_file: Mapping[str, Any]) -> dict[str, Any]:
         """What ``record`` has to say of the section that it came from; ``of_file`` is what one of the bundle would."""

@@ -114,6 +114,19 @@ def test_every_command_keeps_the_word(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "gguf" / "extraction.json").read_text())["not_proven"]
 
 
+def test_a_record_that_leaves_the_word_out_is_contradicted(tmp_path: Path) -> None:
+    file, made = edited(tmp_path / "odd.tflite", in_attention), tmp_path / "made"
+    run_here("extract", file, "-o", made, "--unproven")
+    record = json.loads((made / "extraction.json").read_text())
+    del record["not_proven"]
+    (made / "extraction.json").write_text(json.dumps(record))
+
+    compared = run_here("inspect", made, "--against", file)
+
+    assert compared.returncode == 1
+    assert re.search(r"record: not_proven is \['op \d+ LEAKY_RELU.*, not None", compared.stderr.replace("\n", " "))
+
+
 def test_a_graph_that_can_be_proven_is_proven_all_the_same(tmp_path: Path) -> None:
     file = edited(tmp_path / "whole.tflite", lambda _: None)
 
