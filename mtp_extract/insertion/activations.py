@@ -62,11 +62,8 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
 
 
 def remark_on_grids(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
-    """What to know of the grids of a base, which stay as they are.
-
-    Args:
-        measure: the share of numbers that they cut off, of the base that was there and of the one that is put in.
-    """
+    """What to know of the grids of a base, which stay as they are; ``measure`` gives the share of numbers that they cut
+    off, of the base that was there and of the one that is put in."""
     if not grids:
         return [] if measure is None else ["The base has no static activations: nothing was measured."]
     if measure is None:

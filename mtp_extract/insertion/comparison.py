@@ -91,11 +91,8 @@ class BaseComparison:
 
 
 def compare_base(opened: Opened, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
-    """Hold the base in ``opened`` against the checkpoint in ``directory``.
-
-    Raises:
-        MtpExtractError: one of the two cannot be read, or they are not of one geometry.
-    """
+    """Hold the base in ``opened`` against the checkpoint in ``directory``; MtpExtractError where one of the two cannot
+    be read, or they are not of one geometry."""
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
     verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], reporter)

@@ -210,11 +210,8 @@ class _Part(NamedTuple):
 
 
 def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
-    """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once.
-
-    Raises:
-        UnsupportedError: bytes that are to change belong to something else too, or zero points have no place.
-    """
+    """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once;
+    UnsupportedError where such bytes belong to something else too, or zero points have no place."""
     sites = [(place, encoding) for encoding in encodings for place in encoding.slot.places]
     parts = [part for site in sites for part in _parts(*site)]
     for model in {id(place.model): place.model for place, _ in sites}.values():

@@ -108,17 +108,13 @@ class Slot:
         return slice(total * first // self.new.rows, total * last // self.new.rows)
 
     def numbers(self, first: int, last: int) -> Floats:
-        """Rows of the new weight as they are to be stored, flat, with the converter's factor.
-
-        Raises:
-            CheckpointError: one is not finite.
-            UnsupportedError: the file stores one number for all, and the weight has several.
-        """
+        """Rows of the new weight as they are to be stored, flat, with the converter's factor; CheckpointError where a
+        number is not finite, UnsupportedError where the file stores one for all, and the weight has several."""
         values, factor = self.new.floats(first, last), self.stored.factor
         if not math.isfinite(squares(values)):
             raise CheckpointError(
-                f"{self.role}: holds values that are not finite. It was damaged, or the "
-                "training diverged: fetch it again, or train it again."
+                f"{self.role}: holds values that are not finite. It was damaged, or the training diverged: fetch it "
+                "again, or train it again."
             )
         if self.stored.folded:
             if np.ptp(values):
@@ -150,10 +146,8 @@ class Match(NamedTuple):
 def match_roles(
     places: Mapping[str, tuple[Location, ...]], weights: Mapping[str, Weight], dtype: str | None = None
 ) -> Iterator[Match]:
-    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1.
-
-    ``dtype`` is what the checkpoint's floats were rounded to; by default what each tensor is stored in.
-    """
+    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1. Its
+    floats were rounded to ``dtype``, by default what each tensor is stored in."""
     for role in dict.fromkeys((*weights, *places)):
         weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
         candidates = _with_known_factor(places.get(role, ()), weight)

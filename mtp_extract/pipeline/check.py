@@ -141,10 +141,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
     """What an engine may read at ``place``, a drafter in ``format_``, and is not its own, each as a clause that names a
-    file.
-
-    What the drafter's own files say is compared where they are read; those of a validation's report may be there.
-    """
+    file. What its own files say is compared where they are read; those of a validation's report may be there."""
     if place.is_file():
         return
     belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}

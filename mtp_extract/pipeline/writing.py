@@ -46,11 +46,8 @@ class ExtractionResult:
 
 
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
-    """``checkpoint`` as the format called ``name`` will hold it, in the format's own type where ``plan`` names none.
-
-    Raises:
-        UnsupportedError: something would be rounded that may not be, or the format cannot hold what was asked for.
-    """
+    """``checkpoint`` as the format called ``name`` will hold it, in the format's own type where ``plan`` names none;
+    UnsupportedError where something would be rounded that may not be, or the format cannot hold what was asked for."""
     # Asked of what was read: of a damaged configuration nobody knows the architecture before.
     if (architecture := EVERY[name].architecture) != checkpoint.architecture.name:
         raise UnsupportedError(
