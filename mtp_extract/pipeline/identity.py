@@ -72,12 +72,10 @@ def how_derived(original: Weight, written: Weight, claimed: Collection[str] = ()
 
 
 def _gives(original: Weight, chain: Chain, written: Weight) -> bool:
-    try:
-        with np.errstate(all="ignore"):
-            return same_weight(rounded_again(original, chain), written)
-    except (CheckpointError, UnsupportedError):
-        # It admits of no such step: it has no codes, or numbers beyond FP16.
-        return False
+    # Some admit of no such step: they have no codes, or numbers beyond FP16.
+    with suppress(CheckpointError, UnsupportedError), np.errstate(all="ignore"):
+        return same_weight(rounded_again(original, chain), written)
+    return False
 
 
 def _first_rows(weight: Weight) -> Weight:

@@ -219,7 +219,5 @@ def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
         "version": record["tool"]["version"],
         "files": read.sums,
     }
-    return {
-        **{key: record[key] for key in carried_over if key in record},
-        "converted_from": [*record["converted_from"], step],
-    }
+    carried = {key: record[key] for key in carried_over if key in record}
+    return {**carried, "converted_from": [*record["converted_from"], step]}
