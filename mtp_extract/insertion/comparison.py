@@ -199,6 +199,7 @@ class _Grid:
         if not (most := float(steps.max())) > _HALF:
             return 0, wrong, most
         outside = distances > self._slack(wanted)
+        del distances  # each array here is as large as the rows
         if not wrong:
             nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
             slack = self._slack(nearest)
