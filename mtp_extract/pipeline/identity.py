@@ -243,8 +243,11 @@ class _Compared:
 
     def _other_codes(self, claimed: Collection[str]) -> Iterator[str]:
         """Codes beside floats that are not the file's."""
-        for role, weight in with_codes(self.directory, self.written.tensors).items():
-            if weight is not self.written.tensors[role]:
+        # Reading a directory holds its codes against its floats, which takes both to be read whole.
+        read = self.read
+        tensors = read.checkpoint.tensors if read else with_codes(self.directory, self.written.tensors)
+        for role, weight in tensors.items():
+            if weight.scheme is not None and self.written.tensors[role].scheme is None:
                 original = self.original.tensors[role]
                 chain = how_derived(original, weight, claimed)
                 if chain is None or (not chain and original.bits != weight.bits):
