@@ -33,6 +33,7 @@ from safetensors.numpy import load_file, save_file
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.graph import reading
+from mtp_extract.graph.expressions import Expressions
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, compare_base
@@ -114,13 +115,13 @@ def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyP
         expected = {role: len(places) for role, places in find_base(opened).places.items()}
         monkeypatch.setattr(reading, "_MOST_TOLD_APART", 1024)
         enumerated = list[int]()
-        vector = reading.Expressions.vector
+        vector = Expressions.vector
 
         def counting(self: Any, *parts: Any, size: int) -> Any:
             enumerated.append(size)
             return vector(self, *parts, size=size)
 
-        monkeypatch.setattr(reading.Expressions, "vector", counting)
+        monkeypatch.setattr(Expressions, "vector", counting)
         assert {role: len(places) for role, places in find_base(opened).places.items()} == expected
     assert max(enumerated) <= 1024
 
