@@ -37,6 +37,8 @@ _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER",
 _INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
 _MOST_NUMBERS = 64
 _NUMBERS_AT_ONCE = 1 << 19
+_LARGEST_EXACT = 2.0**52
+"""Integers up to here, and their differences, are exact in float64."""
 
 
 class Line(NamedTuple):
@@ -178,7 +180,7 @@ class Masks:
             # A few numbers that count positions.
             if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
                 return None
-            slope = _slope(np.diff(self.positions.table(value), axis=0))
+            slope = _slope(self.positions.table(value).T)
             return None if slope is None else Line(slope, 0)
         if value.producer is None:
             return SHIFTED if value.depends == Depends.MASK else None
@@ -195,7 +197,7 @@ class Masks:
         if not self._is_by_slot(value) or (tensor.type in NUMBER_TYPES and not is_float):
             return None
         numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
-        slope = _slope(np.diff(numbers.reshape(-1, self.slots), axis=1))
+        slope = _slope(numbers.reshape(-1, self.slots))
         return None if slope is None else Line(0, slope)
 
     def _moved_line(self, node: Node) -> Line | None:
@@ -234,9 +236,15 @@ def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:
     return first if node.kind == "CAST" else None
 
 
-def _slope(steps: npt.NDArray[np.generic]) -> int | None:
-    """The one integer that all ``steps`` are; 0 where there are none."""
-    if not steps.size:
+def _slope(numbers: npt.NDArray[np.generic]) -> int | None:
+    """The one integer by which ``numbers`` rise along their last axis; 0 where they do not. None also of numbers whose
+    differences would be rounded, or wrap.
+    """
+    if bool((numbers == numbers[:, :1]).all()):
         return 0
-    first = float(steps.flat[0])
-    return int(first) if first.is_integer() and bool((steps == steps.flat[0]).all()) else None
+    exact = numbers.astype(np.float64)
+    step = float(exact[0, 1] - exact[0, 0])
+    is_exact = bool((np.abs(exact) <= _LARGEST_EXACT).all()) and bool((exact == np.rint(exact)).all())
+    if not is_exact or (np.diff(exact) != step).any():
+        return None
+    return int(step)

@@ -13,7 +13,7 @@ from helpers.surgery import Graph
 
 from adversary import edits as e
 from adversary.edits import Case, Change, Edit, Sample, a_change, an_edit, at, cases, chain, edge, mul, unary
-from adversary.mutations.attention import end_param, slots, visible
+from adversary.mutations.attention import compare, end_param, slots, visible
 from adversary.mutations.blocks import eps, every_norm
 from adversary.mutations.numbers import scales, weight
 from adversary.mutations.positions import number, position
@@ -350,6 +350,39 @@ def late(g: Graph, x: int) -> int:
     return g.logical_and(x, g.reshape(g.call("GREATER_EQUAL", there, begins, shape=g.shape(x)), g.shape(x)))
 
 
+def position_64(g: Graph) -> int:
+    return g.cast(g.input("input_pos"), np.int64)
+
+
+def steep(g: Graph, x: int) -> int:
+    """Slots rise by 2⁵³, positions by 2⁵³ + 1: position 101 to 120 do not see their own slot."""
+    there = g.mul(position_64(g), np.array([2**53 + 1], np.int64))
+    ahead_of = {at: g.call("GREATER_EQUAL", slots(g) * np.int64(2**53) + at, there) for at in (100, 120)}
+    return g.logical_and(x, g.logical_or(ahead_of[100], g.logical_not(ahead_of[120])))
+
+
+def wrapping(g: Graph, x: int) -> int:
+    """Slot 50 is seen from 100 to 120 slots after it: the numbers of slots wrap around there."""
+    low = g.sub(position_64(g), np.array([2**61], np.int64))
+    after_49, after_50 = (g.call("LESS", slots(g) + np.int64(2**63 - at), low) for at in (50, 51))
+    far = g.logical_and(compare("GREATER_EQUAL", 100)(g), compare("LESS_EQUAL", 120)(g))
+    only_50 = g.logical_and(after_49, g.logical_not(after_50))
+    return g.logical_or(x, g.logical_and(g.input("mask"), g.logical_and(only_50, far)))
+
+
+def through_zero(g: Graph, x: int) -> int:
+    """Position 50 does not see its own slot: slots rise by 2³⁰ in floats, and slot 50 is 1 instead of 0."""
+    begins = ((slots(g) - 50) * 2.0**30 + (slots(g) == 50)).astype(np.float32)
+    there = g.mul(g.sub(number(g), 50.0), 2.0**30)
+    return g.logical_and(x, g.call("LESS_EQUAL", begins, there))
+
+
+ROUNDED_SLOPES: dict[str, Change] = {
+    "steep": visible(0, steep),
+    "wrapping": visible(0, wrapping),
+    "through_zero": visible(0, through_zero),
+}
+
 NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
 
 
@@ -406,5 +439,6 @@ CASES = (
     *cases(
         "fourth: large integers", {"slot_100_late": visible(1, late)}, *(Sample(p, mask="past") for p in (100, 150))
     ),
+    *cases("fifth: large numbers", ROUNDED_SLOPES, *(Sample(p, mask="past") for p in (50, 110, 160))),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
