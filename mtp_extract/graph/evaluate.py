@@ -68,6 +68,8 @@ def _strided_slice(call: Call, x: Array, begin: Array, end: Array, strides: Arra
     no_begin, no_end, ellipsis, new_axis, drops = (call.option(slot, "i") for slot in range(5))
     if ellipsis or new_axis or call.option(5, "?", False):
         raise call.refuse("adds axes, or counts its ends from its begins")
+    if drops and min(ints(strides)) < 0:
+        raise call.refuse("drops an axis that it takes backwards, where LiteRT reads beyond its operand")
     index: list[Any] = []
     for axis, bounds in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
         bit = 1 << axis
@@ -361,6 +363,9 @@ class _Samples:
                 raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
             if array.shape[:-1] != tuple(value.tensor.shape):
                 raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
+            # What MAXIMUM and MINIMUM make of NaN depends on the hardware.
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                raise call.refuse("makes what is no number")
             self.arrays[id(value)] = array
 
 

@@ -299,6 +299,11 @@ REFUSED: list[tuple[OneOp, str]] = [
     (OneOp("DEQUANTIZE", (ints(3, kind=np.int8),), options("Dequantize")), "makes int8"),
     (OneOp("SLICE", (floats(4), index(2), index(3))), "takes"),
     (OneOp("GATHER", (floats(4), index(4)), options("Gather")), "lacks"),
+    (
+        OneOp("STRIDED_SLICE", (floats(6), index(2), index(1), index(-1)), options("StridedSlice", shrinkAxisMask=1)),
+        "backwards",
+    ),
+    *((OneOp(kind, (np.float32([np.nan]), floats(1))), "no number") for kind in ("MAXIMUM", "MINIMUM")),
     (OneOp("GATHER", (floats(2, 4), ints(2, 1, low=0, high=1)), options("Gather", axis=1, batchDims=1)), "each batch"),
 ]
 

@@ -383,6 +383,13 @@ ROUNDED_SLOPES: dict[str, Change] = {
     "through_zero": visible(0, through_zero),
 }
 
+
+def all_by_nan(g: Graph, x: int) -> int:
+    """The mask input alone: MAXIMUM of NaN and a number is that number on CPUs, and compares as it."""
+    number = g.maximum(np.full((1, 1, 1, 1), np.nan, np.float32), g.cast(g.input("mask"), np.float32))
+    return g.call("SELECT_V2", g.not_equal(number, number), x, g.input("mask"))
+
+
 NO_ENGINE = "an engine hands over as many heads as the config says, and each type of layer its own caches"
 
 
@@ -440,5 +447,6 @@ CASES = (
         "fourth: large integers", {"slot_100_late": visible(1, late)}, *(Sample(p, mask="past") for p in (100, 150))
     ),
     *cases("fifth: large numbers", ROUNDED_SLOPES, *(Sample(p, mask="past") for p in (50, 110, 160))),
+    *cases("fifth: not a number", {"all_by_maximum": visible(0, all_by_nan)}, Sample(150, mask="past")),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
