@@ -118,6 +118,9 @@ def _multiply(reading: ReadGraph, node: Node, first: Operand, cache: Operand) ->
         raise UnreadableError(f"multiplies {tensors[0].type_name} and makes {tensors[2].type_name} of it")
     if any(tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None for tensor in tensors):
         raise UnreadableError(f"multiplies {cache.name} as integers that have no scale")
+    scale = activation_scale(tensors[1])
+    if tensors[0].type in FLOAT_TYPES and scale and scale[1]:
+        raise UnreadableError(f"multiplies floats by {cache.name}, whose zero point LiteRT ignores then")
     if isinstance(first, ScoreView):
         return _mix(reading, first, cache, flips_weights=flips, flips_values=flips_cache)
     query = query_terms(reading, first)

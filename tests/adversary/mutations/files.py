@@ -322,6 +322,13 @@ GRIDS_OF_CACHES: dict[str, Change] = {
 
 
 @a_change
+def multiplied_codes(g: Graph, name: str) -> None:
+    """The products take the codes of the cache ``name`` themselves, which have a zero point: kernels ignore it."""
+    g.open_all()
+    e.as_codes(g, name, np.int8, 0.05, 20, back=lambda g, x: x)
+
+
+@a_change
 def more_heads(g: Graph, *names: str) -> None:
     """Caches of four KV heads, of which two are read."""
     for name in names:
@@ -448,5 +455,6 @@ CASES = (
     ),
     *cases("fifth: large numbers", ROUNDED_SLOPES, *(Sample(p, mask="past") for p in (50, 110, 160))),
     *cases("fifth: not a number", {"all_by_maximum": visible(0, all_by_nan)}, Sample(150, mask="past")),
+    *cases("fifth: zero points", {"of_values": multiplied_codes("kv_cache_v_3")}, exact=True, rounding=0.1),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
