@@ -56,7 +56,7 @@ def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
 
     Raises:
         UnsupportedError: more than one scale or zero point.
-        FormatError: a scale that is not above 0, or a zero point that is none of its codes.
+        FormatError: a scale that is not above 0, or a zero point that is none of its codes, or not 0 of INT16.
     """
     quantization = tensor.quantization
     if quantization is None or tensor.type is None or not holds_codes(tensor):
@@ -66,7 +66,8 @@ def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
         raise UnsupportedError(f"{tensor.label}: an activation with {' and '.join(counts)}; expected one of each.")
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
-    lowest, highest = code_range(tensor.type)
+    # By LiteRT's rule INT16 has none: some kernels refuse it, others ignore it.
+    lowest, highest = (0, 0) if tensor.type is TensorType.INT16 else code_range(tensor.type)
     if not (0 < scale < math.inf and lowest <= zero_point <= highest):
         raise FormatError(f"{tensor.label} has the scale {scale:g} and the zero point {zero_point}: it is damaged.")
     return scale, zero_point

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, axis_of, holds_codes, ints
+from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, activation_scale, axis_of, holds_codes, ints
 from mtp_extract.graph.evaluate import evaluate, inputs_of, moved
 from mtp_extract.graph.expressions import Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
@@ -36,6 +36,7 @@ from mtp_extract.graph.mask_trees import (
 )
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, Floats
+from mtp_extract.litertlm.tflite import TensorType
 
 _MOST_NUMBERS = 1 << 20
 
@@ -246,6 +247,9 @@ def _softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
     last = len(scored.view.axes) - 1
     if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
         raise UnreadableError("is a softmax of something else than the scores of all slots")
+    result = node.outputs[0].tensor
+    if result.type is TensorType.UINT8 and activation_scale(result) != (2.0**-8, 0):
+        raise UnreadableError("makes UINT8 by another scale than 1/256, which LiteRT takes whatever the file says")
     return replace(scored, stage="weights")
 
 

@@ -15,6 +15,7 @@ from helpers.surgery import Graph
 from proof.test_grids import proven
 from seam import MtpExtractError
 
+from mtp_extract.graph.call import activation_scale
 from mtp_extract.graph.reading import COMPUTED_BY_SCALES
 
 RNG = np.random.default_rng(3)
@@ -63,6 +64,17 @@ def test_a_kernel_that_is_read_computes_by_scales(kind: str) -> None:
 def test_a_kernel_that_takes_codes_for_numbers_is_not_read(kind: str) -> None:
     assert kind not in COMPUTED_BY_SCALES
     assert error_in_steps(kind, 0.02) > 5
+
+
+def test_int16_has_no_zero_point() -> None:
+    """The kernel of GELU ignores it; most others refuse the file."""
+    grid = Grid((0.001,), (0,))
+    codes = RNG.integers(20, 120, 6).astype(np.int16)
+    case = OneOp("GELU", (codes,), KERNELS["GELU"][2], ("int16",), Grid((0.001,), (9000,)), grid)
+    (tensor,) = (value.tensor for value in case.flat().outputs.values())
+    assert np.abs(case.interpreted()[0]).max() > 8
+    with pytest.raises(MtpExtractError, match="zero point 9000"):
+        activation_scale(tensor)
 
 
 def rounded(place: str, edit: Edit) -> Any:

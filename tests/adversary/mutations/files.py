@@ -329,6 +329,16 @@ def multiplied_codes(g: Graph, name: str) -> None:
 
 
 @a_change
+def softmax_of_codes(g: Graph, scale: float) -> None:
+    """A softmax in UINT8, whose result says ``scale``."""
+    g.open_all()
+    place = g.layer(1)
+    weights = g.call("SOFTMAX", e.quantized(g, place.masked, 40.0, 200, np.uint8), beta=1.0)
+    g.main.tensors[weights].quantization = e.parameters(scale)
+    g.rewire(place.probabilities, e.dequantized(g, weights))
+
+
+@a_change
 def more_heads(g: Graph, *names: str) -> None:
     """Caches of four KV heads, of which two are read."""
     for name in names:
@@ -456,5 +466,6 @@ CASES = (
     *cases("fifth: large numbers", ROUNDED_SLOPES, *(Sample(p, mask="past") for p in (50, 110, 160))),
     *cases("fifth: not a number", {"all_by_maximum": visible(0, all_by_nan)}, Sample(150, mask="past")),
     *cases("fifth: zero points", {"of_values": multiplied_codes("kv_cache_v_3")}, exact=True, rounding=0.1),
+    *cases("fifth: kernels of codes", {"softmax_in_uint8": softmax_of_codes(1e-6)}, exact=True, rounding=0.2),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
