@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, several
 from mtp_extract.graph.flat import FlatGraph, Node
-from mtp_extract.litertlm.storage import FLOAT_TYPES
+from mtp_extract.litertlm.storage import CODE_TYPES, FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
 
 Array = npt.NDArray[Any]
@@ -33,7 +33,6 @@ NUMPY_TYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProx
 )
 """NumPy types of tensors without a scale; half precision is computed in float32."""
 
-_GRIDS = frozenset({TensorType.INT8, TensorType.UINT8, TensorType.INT16, TensorType.INT4, TensorType.UINT4})
 CONVERSIONS = frozenset({"QUANTIZE", "DEQUANTIZE", "CAST"})
 REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
 SELECTIONS = frozenset({"SELECT", "SELECT_V2"})
@@ -48,7 +47,9 @@ def axis_of(axis: int, rank: int) -> int:
 
 def holds_codes(tensor: Tensor) -> bool:
     """Whether its integers stand for numbers by a scale, or several."""
-    return tensor.type in _GRIDS and tensor.quantization is not None and tensor.quantization.scales.count > 0
+    quantization = tensor.quantization
+    has_scales = quantization is not None and (quantization.scales.count > 0 or quantization.blockwise is not None)
+    return tensor.type in CODE_TYPES and has_scales
 
 
 def activation_scale(tensor: Tensor) -> tuple[float, int] | None:

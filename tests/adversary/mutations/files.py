@@ -328,6 +328,29 @@ def multiplied_codes(g: Graph, name: str) -> None:
     e.as_codes(g, name, np.int8, 0.05, 20, back=lambda g, x: x)
 
 
+@an_edit
+def beside_codes(g: Graph, x: int, bits: int) -> int:
+    """The mask but for slot 2, whose code alone is 1: a CAST makes codes of it, whatever they stand for."""
+    codes = g.constant(slots(g) == 2, np.int8)
+    stored = g.main.tensors[codes]
+    if bits == 2:
+        stored.type = schema.TensorType.INT2
+        stored.buffer = g.buffer(bytes([1 << 4, *[0] * 63]))
+        stored.quantization = e.parameters(0.0)
+    else:
+        blocks = schema.BlockwiseQuantizationT(scales=g.constant(np.zeros(1), np.float16), zeroPoints=-1, blockSize=256)
+        stored.quantization = schema.QuantizationParametersT(
+            detailsType=schema.QuantizationDetails.BlockwiseQuantization, details=blocks
+        )
+    return g.logical_and(x, g.equal(g.cast(codes, np.float32), 0.0))
+
+
+CAST_CODES: dict[str, Change] = {
+    "int2_that_is_cast": visible(1, beside_codes(2)),
+    "blocks_that_are_cast": visible(1, beside_codes(8)),
+}
+
+
 @a_change
 def softmax_of_codes(g: Graph, scale: float) -> None:
     """A softmax in UINT8, whose result says ``scale``."""
@@ -467,5 +490,6 @@ CASES = (
     *cases("fifth: not a number", {"all_by_maximum": visible(0, all_by_nan)}, Sample(150, mask="past")),
     *cases("fifth: zero points", {"of_values": multiplied_codes("kv_cache_v_3")}, exact=True, rounding=0.1),
     *cases("fifth: kernels of codes", {"softmax_in_uint8": softmax_of_codes(1e-6)}, exact=True, rounding=0.2),
+    *cases("fifth: codes that are cast", CAST_CODES, Sample(40, mask="past")),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
