@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.architecture import Architecture
-from mtp_extract.cli.terminal import say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import say, say_notes, say_unbroken, size, table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_in
 from mtp_extract.report.card import NAMED, PROVEN, roundings, verdict_word
@@ -38,7 +38,10 @@ def show_written(
         table([[file, size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
     command = next_command(engine.lower(), record, result.directory) if engine else None
-    say(f"Next: {command}" if command else f"{where}/README.md shows how engines load it.")
+    if command:
+        say_unbroken(f"Next: {command}")
+    else:
+        say(f"{where}/README.md shows how engines load it.")
 
 
 def _say_evidence(kind: Architecture, record: Mapping[str, Any], where: str, *, verbose: bool) -> None:

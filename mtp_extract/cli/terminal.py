@@ -51,6 +51,11 @@ def say(text: str) -> None:
     _line(sys.stdout, _wrap(text, _room()))
 
 
+def say_unbroken(text: str) -> None:
+    """A line on stdout as it is, however long, for who copies it: a shell runs what stands on each line by itself."""
+    _line(sys.stdout, text)
+
+
 def _wrap(text: str, width: int) -> str:
     """``text`` broken between words; what continues a line is indented further."""
     indent = text[: len(text) - len(text.lstrip())] + "  "

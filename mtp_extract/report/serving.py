@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 from mtp_extract.errors import escape
 from mtp_extract.formats import architecture_in, engines_for
+
+_LONGEST_PATH = 1 << 12
+"""Characters: of a path that is shortened a command would find nothing."""
 
 
 def how_to_serve(record: Mapping[str, Any], base: str, *, again: str) -> str:
@@ -40,7 +44,11 @@ def next_command(engine: str, record: Mapping[str, Any], directory: object) -> s
     # What comes before the drafter is loaded, a reader who serves a base has done already.
     first = next(number for number, line in enumerate(lines) if "DRAFTER" in line or "WEIGHTS" in line)
     text = "; ".join(lines[first : first + 2]).replace("WEIGHTS", "DRAFTER/mtp-*.gguf")
-    return text.replace("DRAFTER", shell_word(directory))
+    # Between double quotes it is a string of Python, or of JSON within a word of a shell's.
+    string = json.dumps(escape(directory, _LONGEST_PATH), ensure_ascii=False)
+    if "```sh" in block:
+        string = string.replace("'", "'\\''")
+    return text.replace('"DRAFTER"', string).replace("DRAFTER", shell_word(directory))
 
 
 def _blocks() -> dict[str, str]:
@@ -52,5 +60,5 @@ def _blocks() -> dict[str, str]:
 
 def shell_word(text: object) -> str:
     """``text`` as one shell word within a fenced block, which a backtick could end."""
-    word = escape(text).replace("`", "")
+    word = escape(text, _LONGEST_PATH).replace("`", "")
     return word if re.fullmatch(r"[\w/:@.+%=,-]+", word) else "'" + word.replace("'", "'\\''") + "'"

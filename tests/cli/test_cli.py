@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -274,6 +275,23 @@ def test_a_format_or_the_best_for_an_engine(
     assert result.exit_code == 0
     assert json.loads((tmp_path / "out" / "extraction.json").read_text())["layout"] == written
     assert next_ in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["plain", 'it\'s a "név"', "deep/" * 30 + "x y"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp", "transformers"])
+def test_what_is_to_be_done_next_can_be_pasted(extracted: Path, tmp_path: Path, engine: str, name: str) -> None:
+    """It is one line in the narrowest terminal, and a shell, or Python, reads in it the directory that was written."""
+    out = str(tmp_path / name)
+    result = RUNNER.invoke(convert.app, [str(extracted), "--for", engine, "-o", out], env={"COLUMNS": "40"})
+    _, _, command = result.stdout.splitlines()[-1].partition("Next: ")
+    if engine == "transformers":
+        calls = [node for node in ast.walk(ast.parse(command)) if isinstance(node, ast.Call)]
+        named = [ast.literal_eval(call.args[0]) for call in calls if call.args]
+    elif engine == "vllm":
+        named = [json.loads(word)["model"] for word in shlex.split(command) if word.startswith("{")]
+    else:
+        named = [word.removesuffix("/mtp-*.gguf") for word in shlex.split(command)]
+    assert out in named
 
 
 def test_an_engine_chooses_a_layout_for_a_head() -> None:
