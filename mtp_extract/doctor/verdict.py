@@ -56,15 +56,16 @@ def judge_diagnosis(diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.expected is None:
         return _conclude(diagnosis, "cannot tell", "Cannot tell: no text was long enough to draft along.", [_MORE])
     if serving is None:
-        return _conclude(diagnosis, "not served", f"Expected of this pair: {_rates(diagnosis)}.", _tuning(diagnosis))
+        return _conclude(diagnosis, "not served", f"Without a server: {_rates(diagnosis)}.", _tuning(diagnosis))
     return _judge_served(diagnosis, serving)
 
 
 def _tuning(diagnosis: Diagnosis) -> list[str]:
-    """The advice to tune a drafter that does little in the reference, too; else none."""
-    steps = diagnosis.expected.steps if diagnosis.expected else None
-    first = steps[0].value if steps else None
-    return [_TUNING] if first is not None and first < _LOW else []
+    """The advice to tune a drafter that does little in the reference, too, or to make sure of it; else none."""
+    first = next(iter(diagnosis.expected.steps or ()), None) if diagnosis.expected else None
+    if first is None or first.value is None or first.value >= _LOW:
+        return []
+    return [_TUNING if first.ci95 else _MORE]
 
 
 def _judge_served(diagnosis: Diagnosis, serving: Serving) -> Diagnosis:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from mtp_extract.doctor.counts import Counts, expected_counts, rank_fits
 from mtp_extract.doctor.faults import FAULTS, SOUND, ExpectedCounts, break_drafter
-from mtp_extract.doctor.result import Diagnosis, Identity, Serving, TextFit
+from mtp_extract.doctor.result import Diagnosis, Identity, Rates, Serving, TextFit
 from mtp_extract.doctor.run import compare_with_served
 from mtp_extract.doctor.texts import Sample, served_counts
 from mtp_extract.doctor.verdict import judge_diagnosis
@@ -105,6 +105,16 @@ def judged(
     )
     compare_with_served(found, expected, served if steps_told else replace(served, by_step=None))
     return judge_diagnosis(found)
+
+
+@pytest.mark.parametrize(("interval", "advice"), [((0.2, 0.4), "mtp-tune"), (None, "give more prompts")])
+def test_tuning_is_advised_where_texts_are_enough(interval: tuple[float, float] | None, advice: str) -> None:
+    """Of fewer than five texts there is no interval, and nothing is decided of the drafter."""
+    few = Rates(2, 8.0, 5.0, Figure(1.62, 8, None), [Figure(0.3, 8, interval)])
+    drafter = Identity("pair", "transformers", None)
+    diagnosis = judge_diagnosis(Diagnosis(drafter=drafter, base="base", settings={"drafts": STEPS}, expected=few))
+    assert diagnosis.verdict == "Without a server: expected 1.62 tokens per round, of at most 4."
+    assert [advice in step for step in diagnosis.next] == [True]
 
 
 @pytest.mark.parametrize("steps_told", [True, False])
