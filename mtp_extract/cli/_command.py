@@ -56,7 +56,11 @@ Version = Annotated[
 
 
 class _Command(TyperCommand):
-    """A command for which a plan that cannot be made is wrong usage."""
+    """A command for which a plan that cannot be made is wrong usage, and ``~/`` the user's home."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of a command line."""
+        return super().parse_args(ctx, [_from_home(word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
         """Call the function; BadParameter where what it is to do is out of bounds, or does not go together."""
@@ -68,6 +72,11 @@ class _Command(TyperCommand):
             message = re.sub(r"^\w+", lambda name: flag_of(self, name[0]) or name[0], str(error))
             hint = ", ".join(f"'{flag}'" for flag in named)
             raise typer.BadParameter(message, ctx, param_hint=hint or None) from None
+
+
+def _from_home(word: str) -> str:
+    """``word`` with the user's home for ``~/``, which bash leaves in ``--out=~/DIR``, to make a folder named ``~``."""
+    return re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda start: (start[1] or "") + os.path.expanduser("~"), word)
 
 
 def flag_of(command: TyperCommand, name: str) -> str | None:
@@ -107,7 +116,7 @@ def epilog_of(examples: Mapping[str, str]) -> str:
 def command_line() -> str:
     """What was typed, for a report that others read: of a path that is here its name alone, as its place is private."""
     words = [os.path.basename(sys.argv[0])]
-    for argument in sys.argv[1:]:
+    for argument in map(_from_home, sys.argv[1:]):
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         is_path = os.path.isabs(value) or os.path.lexists(value)
         words.append(f"{flag}{equals}{os.path.basename(os.path.normpath(value)) if is_path else value}")

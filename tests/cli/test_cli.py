@@ -294,6 +294,18 @@ def test_what_is_to_be_done_next_can_be_pasted(extracted: Path, tmp_path: Path, 
     assert out in named
 
 
+@pytest.mark.parametrize("words", [["--out=~/o ut"], ["-o", "~/o ut"]])
+def test_a_path_from_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """Not in a folder named ``~``, which nobody wants, and which ``rm -r ~`` does not remove."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    assert run_here("extract", "--sample", *words).returncode == 0
+    assert (home / "o ut" / "config.json").exists()
+    assert not (tmp_path / "~").exists()
+
+
 def test_an_engine_chooses_a_layout_for_a_head() -> None:
     assert choose("vllm", EAGLE3) == "speculators"
     assert choose("sglang", EAGLE3) == "eagle3"
