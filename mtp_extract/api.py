@@ -95,7 +95,7 @@ def inspect(
 
     source = checkpoint_here(source, or_bundle=True)
     if graph and (against or is_checkpoint(source)):
-        why = "expected a bundle alone, whose graph is asked for. Leave that out."
+        why = "expected a bundle, compared with nothing, to show its graph. Leave that out."
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("graph",))
     if is_checkpoint(source):
         return inspection.inspect_checkpoint(Path(source), against, tensors=tensors, reporter=reporter)

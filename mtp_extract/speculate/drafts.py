@@ -44,7 +44,7 @@ class DraftTree:
         tree = cls(tuple(map(int, text.split("x"))) if is_tree else ())
         if not 0 < tree.drafts <= _MOST_DRAFTS:
             what = f"a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}"
-            raise PlanError(f"expected {what}. Give drafts after each draft.")
+            raise PlanError(f"expected {what}. Give drafts after each draft.", remedies=("trees",))
         return tree
 
     @property
