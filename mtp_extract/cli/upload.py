@@ -9,7 +9,7 @@ import typer
 
 from mtp_extract.cli._command import Version, command_of
 from mtp_extract.cli.terminal import say, say_notes, size, table
-from mtp_extract.errors import escape
+from mtp_extract.errors import escape, several
 from mtp_extract.report.card import CardWords
 
 if TYPE_CHECKING:
@@ -56,19 +56,22 @@ def upload_command(
 
     card = CardWords(license=license, base_model=base_model)
     result = upload(directory, repository, private=private, beside=beside, force=force, dry_run=dry_run, card=card)
-    _show(result)
+    _show(result, beside=beside)
 
 
-def _show(result: UploadResult) -> None:
+def _show(result: UploadResult, *, beside: bool) -> None:
     total = size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
+    files = several(len(result.files), "file")
     if result.dry_run:
-        say(f"Would be sent to {result.repository} ({visibility} if it is new): {len(result.files)} files, {total}")
+        # What is sent beside a base's files goes into a repository that exists.
+        when_new = "" if beside else f" ({visibility} if it is new)"
+        say(f"Would be sent to {result.repository}{when_new}: {files}, {total}")
     elif result.sent:
         created = f", a new {visibility} repository" if result.created else ""
-        say(f"{len(result.sent)} of {len(result.files)} files ({total} in all) sent to {result.repository}{created}")
+        say(f"{len(result.sent)} of {files} ({total} in all) sent to {result.repository}{created}")
     else:
-        say(f"{result.repository} already holds these {len(result.files)} files ({total}); nothing was sent")
+        say(f"{result.repository} already holds what is here, {files} ({total}); nothing was sent")
     table([[file.path, size(file.size), f"{file.sha256[:16]}…"] for file in result.files], ["file", "size", "SHA-256"])
     say_notes(result.notes)
     if not result.dry_run:

@@ -314,6 +314,11 @@ def test_another_of_that_name_stays_unless_it_is_said(base: HubServer, gguf: Pat
     assert held(base, BASE) == {"README.md": b"its card", GGUF: (gguf / GGUF).read_bytes()}
 
 
+def test_nothing_is_new_of_what_is_sent_beside(gguf: Path) -> None:
+    planned = run("upload", gguf, BASE, "--beside", "--dry-run")
+    assert planned.stdout.startswith(f"Would be sent to {BASE}: 1 file, ")
+
+
 def test_what_does_not_go_there(base: HubServer, gguf: Path, directory: Path, tmp_path: Path) -> None:
     assert "expected a repository that exists" in refused(gguf, "org/new", beside=True)
     assert [*base.repos] == [BASE]
