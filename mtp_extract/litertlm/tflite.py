@@ -302,7 +302,8 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
         TruncatedError: it leaves the region.
     """
     if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
-        raise FormatError(f"{region.source.name}: {region.what} is not a TFLite model (no TFL3 identifier).")
+        why = "is not a TFLite model (no TFL3 identifier). The file is damaged: fetch it again."
+        raise FormatError(f"{region.source.name}: {region.what} {why}")
     root = FlatBuffer(region, budget).root()
     codes = tuple(_operator_code(table) for table in root.tables(1))
     buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))

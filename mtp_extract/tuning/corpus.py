@@ -172,7 +172,7 @@ def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
 def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
     prompts = len({item.key for item in items})
     sources = len({item.source for item in items})
-    advice = "Give more"
+    advice = "Give some hundred"
     if sources < prompts:
         advice = (
             "All prompts with one value of `source` are on one side, so that no document is both trained on and "

@@ -77,12 +77,14 @@ def folder(sample: Path, base: Path, extracted: Path, tmp_path_factory: pytest.T
     data = sample.read_bytes()
     with open_bundle(sample) as opened:
         embedder = next(data[s.begin : s.end] for s in opened.sections if s.model_type == "embedder")
+        drafter = opened.sections[-1]
     loud = plain_model()
     norm = next(t for t in loud.subgraphs[0].tensors if list(t.shape) == [8] and t.buffer)
     set_buffer(loud, norm, np.array([1e5] * 8, "<f4").tobytes())
     files: dict[str, bytes | str] = {
         "notes/thesis.txt": "years",
         "cut.litertlm": data[: len(data) // 2],
+        "hole.litertlm": data[: drafter.begin].ljust(len(data), b"\0"),
         "damaged.litertlm": b"LITERTLM\1" + bytes(99),
         "embedder.tflite": embedder,
         "loud.tflite": pack(loud),
