@@ -220,7 +220,7 @@ def describe_mtp(geometry: Mapping[str, Any]) -> list[str]:
     dims, kv = ("/".join(map(str, sorted(set(geometry[key])))) for key in ("head_dims", "num_kv_heads"))
     cap = f"soft cap {geometry['final_logit_softcap']:g}" if geometry["final_logit_softcap"] else "no soft cap"
     return [
-        f"{layers}, {geometry['num_heads']} heads of {dims}, {kv} KV heads",
+        f"{layers}, {geometry['num_heads']} heads of {dims}, {kv} KV {'head' if kv == '1' else 'heads'}",
         f"hidden {geometry['hidden_size']}, feed-forward {geometry['intermediate_size']}, backbone "
         f"{geometry['backbone_hidden_size']}, vocabulary {geometry['vocab_size']}, {cap}",
     ]

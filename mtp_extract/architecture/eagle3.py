@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.roles import Shapes, roles_of, with_shapes
-from mtp_extract.errors import DrafterError
+from mtp_extract.errors import DrafterError, several
 
 EAGLE3 = "eagle3"
 """Name of the architecture, and of the format that its trainers write."""
@@ -107,7 +107,7 @@ def eagle3_shapes(config: Eagle3Config) -> Shapes:
 
 def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
     """Its layer, then its widths and vocabularies, then what it reads of the base."""
-    heads = f"{geometry['num_heads']} heads of {geometry['head_dim']}, {geometry['num_kv_heads']} KV heads"
+    heads = f"{geometry['num_heads']} heads of {geometry['head_dim']}, {several(geometry['num_kv_heads'], 'KV head')}"
     tokens = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
     layers = ", ".join(map(str, geometry["base_layers"]))
     return [

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, Drafter
-from mtp_extract.errors import PairError, escape, few
+from mtp_extract.errors import PairError, escape, few, several
 from mtp_extract.speculate.drafts import DraftTree
 
 
@@ -222,4 +222,8 @@ def compare_needs(base: Base, needs: BaseRequirements) -> Iterator[tuple[str, ob
     for kind, (heads, width) in needs.shared_kv.items():
         if kind in shared:
             keys = shared[kind][0]
-            yield f"{kind}: K and V of", f"{heads} heads of {width}", f"{keys.shape[1]} heads of {keys.shape[3]}"
+            yield (
+                f"{kind}: K and V of",
+                f"{several(heads, 'head')} of {width}",
+                f"{several(keys.shape[1], 'head')} of {keys.shape[3]}",
+            )

@@ -9,7 +9,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.commands import run, run_here
@@ -19,7 +21,9 @@ from typer.testing import CliRunner
 
 import mtp_extract
 from mtp_extract import __version__
-from mtp_extract.architecture.eagle3 import EAGLE3
+from mtp_extract.architecture.architecture import Architecture
+from mtp_extract.architecture.config import MTP
+from mtp_extract.architecture.eagle3 import EAGLE3, EAGLE3_HEAD
 from mtp_extract.cli import COMMANDS, convert, extract, inspect, main, module_of
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.formats import FORMATS, choose
@@ -304,6 +308,13 @@ def test_a_path_from_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run_here("extract", "--sample", *words).returncode == 0
     assert (home / "o ut" / "config.json").exists()
     assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(("kind", "lists"), [(MTP, ("head_dims", "num_kv_heads", "layer_types")), (EAGLE3_HEAD, ())])
+def test_one_head_is_no_heads(kind: Architecture, lists: tuple[str, ...]) -> None:
+    """As the K and V of E2B have."""
+    geometry = defaultdict[str, Any](lambda: 1, {name: ["1"] for name in (*lists, "base_layers")})
+    assert kind.describe(geometry)[0].endswith(", 1 KV head")
 
 
 def test_an_engine_chooses_a_layout_for_a_head() -> None:

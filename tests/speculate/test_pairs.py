@@ -44,7 +44,7 @@ def odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
     [
         (shaped(vocab_size=500), "vocabulary of 500, found 512. Give the base model"),
         (shaped(backbone_hidden_size=60), "backbone width 60, found 64. Give the base"),
-        (one_head, "sliding_attention: K and V of 1 heads of 32, found 2 heads of 32"),
+        (one_head, "sliding_attention: K and V of 1 head of 32, found 2 heads of 32"),
         (
             lambda pair: (random_base(layer_types=["full_attention"] * 5), random_drafter(random_base())),
             "K and V of type sliding_attention, found none",
