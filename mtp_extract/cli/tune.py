@@ -113,11 +113,13 @@ def tune_command(
 
     # As torchrun and accelerate number the processes that they start: the first speaks for all.
     first = os.environ.get("RANK", "0") == "0"
+    before = _last_written(plan.kept_in)
     try:
         with _TuningReporter(quiet=not first) as reporter:
             outcome = tune(plan, reporter)
     except BaseException:
-        if first and any(plan.kept_in.glob("*.jsonl")):
+        # What an earlier run has written there this one may not go on with: its place is taken, or its base another.
+        if first and _last_written(plan.kept_in) != before:
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
         raise
     if first:
@@ -158,6 +160,11 @@ class _TuningReporter(TerminalReporter):
 def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
     """Whether the best drafter is the one that was given; a new head is none."""
     return plan.mode not in (ORDERED, EAGLE3) and outcome.record["best_step"] == 0
+
+
+def _last_written(work: Path) -> int:
+    """When text or a log was last written into ``work``, in nanoseconds; 0 where none is there."""
+    return max((path.stat().st_mtime_ns for path in work.glob("*.jsonl")), default=0)
 
 
 def _show(outcome: Outcome, plan: TuningPlan) -> None:

@@ -59,19 +59,19 @@ def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
 def test_the_place_of_what_was_written_until_then_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
 ) -> None:
-    """After Ctrl-C and after a fault; not where there is nothing yet."""
+    """After Ctrl-C and after a fault; not where there is nothing yet, or nothing of this run."""
 
     def run_until_then(plan: TuningPlan, *tell: object) -> None:
-        if plan.mode == "qat":
+        if plan.mode == "qat" and not plan.kept_in.exists():
             plan.kept_in.mkdir()
             (plan.kept_in / "texts.jsonl").touch()
         raise error
 
     monkeypatch.setattr("mtp_extract.api.tune", run_until_then)
     given = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
-    nothing, something = (run_here(*given, "--mode", mode) for mode in ("norms", "qat"))
-    assert [done.returncode for done in (nothing, something)] == [status] * 2
-    assert nothing.stdout == ""
+    nothing, something, older = (run_here(*given, "--mode", mode) for mode in ("norms", "qat", "qat"))
+    assert [done.returncode for done in (nothing, something, older)] == [status] * 3
+    assert nothing.stdout == older.stdout == ""
     assert something.stdout == f"Text and state so far are in {tmp_path}/new.work/: the same command goes on there.\n"
 
 
