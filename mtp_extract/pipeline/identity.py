@@ -121,9 +121,11 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
     unproven = [check for check in checks if check.name in NEEDED and not check.passed and check.name != left_open]
     if failed := [check for check in checks if check.passed is False] or unproven:
         wrong = "; ".join(f"{check.name}: {check.evidence.removesuffix(f'. {AGAIN}')}" for check in failed)
+        why = f"It may be of another bundle, or have been changed since. {AGAIN}"
+        if read.record.get("tuning"):
+            why = f"Its {RECORD} says that it was tuned since: compare it with a bundle that it was put into."
         raise CheckpointError(
-            f"{escape(read.directory)}: differs from what {escape(opened.source.name)} holds: {wrong}. It may be of "
-            f"another bundle, or have been changed since. {AGAIN}"
+            f"{escape(read.directory)}: differs from what {escape(opened.source.name)} holds: {wrong}. {why}"
         )
     return checks
 

@@ -67,6 +67,12 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     assert said in " ".join(ran.output.split())
 
 
+def test_it_is_no_longer_what_its_bundle_holds(tuned: Path, sample: Path) -> None:
+    """Extracting it again, as is advised of what was damaged, would undo the tuning."""
+    with pytest.raises(MtpExtractError, match="says that it was tuned since: compare it with a bundle that it was put"):
+        inspect_checkpoint(tuned, sample)
+
+
 def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None:
     """Number for number."""
     inside = inserted(tuned, sample, tmp_path / "new.litertlm")
