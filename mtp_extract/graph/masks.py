@@ -34,6 +34,7 @@ HIDDEN_BY_FLOATS: dict[TensorType | None, float] = {
 """What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
 _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
+_ROUNDED = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
 _INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
 _MOST_NUMBERS = 64
 _NUMBERS_AT_ONCE = 1 << 19
@@ -107,6 +108,7 @@ class Masks:
         inputs = self.positions.fed(needed, at)
         inputs |= {name: self._filled(name, contents[name], at.size) for name in needed & set(contents)}
         self._check_slot_by_slot(values)
+        _check_exact(values)
         arrays = evaluate(self.graph, inputs, values) if values else []
         numbers = {id(value): array for value, array in zip(values, arrays, strict=True)}
         within = {window: self._within(window, at, free.get(window)) for window in attention.all_windows}
@@ -129,6 +131,7 @@ class Masks:
 
     def guard_keeps(self, guard: OutputGuard, largest: float) -> Bools:
         """Whether ``guard`` keeps what heads mixed where the largest number of its mask is ``largest``, by element."""
+        _check_exact([guard.condition])
         reduced = guard.reduced.tensor
         largest_shown = np.full((1, *reduced.shape), largest, NUMPY_TYPES[reduced.type])
         (condition,) = evaluate(self.graph, {}, [guard.condition], {id(guard.reduced): largest_shown})
@@ -222,6 +225,23 @@ class Masks:
         if all(line.shifts for line in lines):
             return UNIFORM if all(line == UNIFORM for line in lines) else SHIFTED
         return None if SHIFTED in lines else _line_of_lines(node, lines[0], lines[-1])
+
+
+def _check_exact(values: Sequence[Value]) -> None:
+    """Check that ``values`` are computed of what every hardware rounds alike, or not at all."""
+    for value in itertools.chain.from_iterable(map(ancestors, values)):
+        if value.producer is not None and _is_rounded(value.producer):
+            raise refused(
+                value.producer, "decides a mask by what hardware rounds in ways of its own. Nothing is written."
+            )
+
+
+def _is_rounded(node: Node) -> bool:
+    """Whether the last bits of its result depend on who computes it; of a BOOL's logarithm, −∞ or 0, they do not."""
+    if node.kind != "LOG":
+        return node.kind in _ROUNDED and node.outputs[0].tensor.type in FLOAT_TYPES
+    maker = node.operand(0).producer
+    return maker is None or maker.kind != "CAST" or maker.operand(0).tensor.type is not TensorType.BOOL
 
 
 def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:
