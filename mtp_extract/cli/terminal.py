@@ -176,11 +176,12 @@ def _least_width(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _list_rows(rows: Sequence[Sequence[str]], head: Sequence[str], indent: str) -> None:
-    """Each of ``rows`` as its first cell, and below it the others with the titles of their columns."""
+    """Each of ``rows`` as its first cell, and below it the others, if not empty, with the titles of their columns."""
     for first, *others in rows:
         _line(sys.stdout, f"{indent}{first}")
         for title, cell in zip(head[1:] or [""] * len(others), others, strict=True):
-            say(f"{indent}  {title}: {cell}" if title else f"{indent}  {cell}")
+            if cell:
+                say(f"{indent}  {title}: {cell}" if title else f"{indent}  {cell}")
 
 
 def _cell(value: object) -> object:

@@ -35,11 +35,14 @@ def test_where_columns_do_not_fit_each_row_is_a_list(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    terminal.table([["drafter", "0.125 (0.1 to 0.2)", "word" * 9]], ["side", "tokens per round", "why"])
+    rows = [["drafter", "0.125 (0.1 to 0.2)", "word" * 9], ["baseline", "", "none"]]
+    terminal.table(rows, ["side", "tokens per round", "why"])
     assert capsys.readouterr().out.splitlines() == [
         "  drafter",
         "    tokens per round: 0.125 (0.1 to 0.2)",
         "    why: " + "word" * 9,
+        "  baseline",
+        "    why: none",
     ]
 
 
