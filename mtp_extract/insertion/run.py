@@ -132,7 +132,7 @@ def _plan_drafter(
     notes += _compare_configs(checkpoint.mtp, drafter.config, source.name)
     if not added and (problems := "; ".join(base_misfits(drafter))):
         # What was there before stays, fit or not.
-        notes.append(f"In this bundle the drafter could not run before: {problems}.")
+        notes.append(f"In this bundle drafter and base did not fit before, and do not now: {problems}.")
     encodings = encode(_slots_of_drafter(drafter, checkpoint))
     every = [encoding for of_role in encodings.values() for encoding in of_role]
     written = [*overlays(every)]

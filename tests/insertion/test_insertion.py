@@ -242,8 +242,11 @@ def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: P
 def test_a_base_that_the_runtime_would_fail_with(
     signature: str, name: str, shape: list[int] | None, said: str, sample: Path, tmp_path: Path
 ) -> None:
-    """An output is missing, or has another shape: that is the only reason that is given."""
-    *others, last, _ = parts_of(sample)
+    """An output is missing, or has another shape: that is the only reason that is given.
+
+    Where the bundle has a drafter already, that it did not fit is said, and not what a runtime made of it.
+    """
+    *others, last, drafter = parts_of(sample)
     model = load(last.data)
     own = next(one for one in model.signatureDefs if one.signatureKey == signature.encode())
     output = next(one for one in own.outputs if one.name == name.encode())
@@ -252,7 +255,12 @@ def test_a_base_that_the_runtime_would_fail_with(
     else:
         model.subgraphs[own.subgraphIndex].tensors[output.tensorIndex].shape = shape
     base = tmp_path / "base.litertlm"
-    base.write_bytes(bundle([*others, replace(last, data=pack(model))]))
+    parts = [*others, replace(last, data=pack(model))]
+    base.write_bytes(bundle([*parts, drafter]))
+    with planned_insertion(sample, base) as planned:
+        (note,) = planned.notes
+    assert note.startswith("In this bundle drafter and base did not fit before, and do not now: ") and said in note
+    base.write_bytes(bundle(parts))
     with pytest.raises(PairError, match=re.escape(said)) as raised:
         insert(sample, base, tmp_path / "new.litertlm")
     assert ";" not in str(raised.value)
