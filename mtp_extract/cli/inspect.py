@@ -144,7 +144,7 @@ def _say_checks(report: Mapping[str, Any]) -> None:
     else:
         say(f"  derived from {escape(report['against'])} again:")
         for check in report["checks"]:
-            say(f"    {check['name']}: {escape(check['evidence'])}")
+            say_all(f"    {check['name']}: {check['evidence']}")
         if (compared := report["against_published"]) is not None:
             say(f"  {_comparison_with_published(compared)}")
 

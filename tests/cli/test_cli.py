@@ -317,6 +317,13 @@ def test_one_head_is_no_heads(kind: Architecture, lists: tuple[str, ...]) -> Non
     assert kind.describe(geometry)[0].endswith(", 1 KV head")
 
 
+def test_evidence_is_shown_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a bundle with static activations, whose last sentence says what they mean."""
+    checks = [{"name": "function", "evidence": "proven; " * 40 + "the end"}]
+    inspect._say_checks({"against": "a.litertlm", "checks": checks, "against_published": None})
+    assert capsys.readouterr().out.endswith("proven; the end\n")
+
+
 def test_an_engine_chooses_a_layout_for_a_head() -> None:
     assert choose("vllm", EAGLE3) == "speculators"
     assert choose("sglang", EAGLE3) == "eagle3"
