@@ -20,6 +20,7 @@ import numpy as np
 
 from mtp_extract.errors import FormatError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.call import (
+    CONVERSIONS,
     LARGEST_COMPUTED,
     LARGEST_CONSTANT,
     NUMPY_TYPES,
@@ -39,6 +40,7 @@ from mtp_extract.litertlm.tflite import Tensor, TensorType
 _AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
 _COST_OF_A_VALUE = 1 << 10  # what a value costs besides its elements, in elements
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
+_ROUNDED = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
 _SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
 
 
@@ -242,11 +244,34 @@ def inputs_of(values: Sequence[Value]) -> frozenset[str]:
     return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
 
 
+def is_rounded(node: Node) -> bool:
+    """Whether the last bits of its result depend on who computes it; of a BOOL's logarithm, −∞ or 0, they do not."""
+    if node.kind != "LOG":
+        return node.kind in _ROUNDED and node.outputs[0].tensor.type in FLOAT_TYPES
+    maker = node.operand(0).producer
+    return maker is None or maker.kind != "CAST" or maker.operand(0).tensor.type is not TensorType.BOOL
+
+
+def computes_with_rounded(graph: FlatGraph, values: Iterable[Value]) -> bool:
+    """Whether, on the way to ``values``, something is computed of a result that is rounded as :func:`is_rounded` says,
+    and it is not only moved or converted."""
+    rounded = set[int]()
+    for node in _nodes_of(graph, (source for value in values for source in ancestors(value))):
+        reads_rounded = any(id(operand) in rounded for operand in node.inputs)
+        if reads_rounded and node.kind not in LAYOUT and node.kind not in CONVERSIONS:
+            return True
+        if reads_rounded or is_rounded(node):
+            rounded.update(map(id, node.outputs))
+    return False
+
+
 def evaluate(
     graph: FlatGraph,
     inputs: Mapping[str, Array],
     wanted: Sequence[Value],
     overrides: Mapping[int, Array] = MappingProxyType({}),
+    *,
+    rounds_otherwise: bool = False,
 ) -> list[Array]:
     """What ``wanted`` are, for every sample.
 
@@ -254,6 +279,7 @@ def evaluate(
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
             :data:`~mtp_extract.graph.call.NUMPY_TYPES`.
         overrides: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
+        rounds_otherwise: move results by a last bit, as other hardware may, where :func:`is_rounded` says so.
 
     Returns:
         per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
@@ -271,7 +297,10 @@ def evaluate(
     _spend(graph, wanted[0], reached.values(), samples, step)
 
     shared = {key: np.moveaxis(array, 0, -1) for key, array in overrides.items()}
-    parts = [_Samples(graph, fed, dict(shared)).compute(nodes, wanted) for fed in _split(inputs, samples, step)]
+    parts = [
+        _Samples(graph, fed, dict(shared), rounds_otherwise).compute(nodes, wanted)
+        for fed in _split(inputs, samples, step)
+    ]
     several = {name for name, array in inputs.items() if len(array) > 1}
     return [
         _join(pieces if several & inputs_of([value]) else pieces[:1])
@@ -314,10 +343,13 @@ def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples:
 class _Samples:
     """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
 
-    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array]) -> None:
+    def __init__(
+        self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array], rounds_otherwise: bool
+    ) -> None:
         self.graph = graph
         self.inputs = inputs
         self.arrays = arrays
+        self.rounds_otherwise = rounds_otherwise
 
     def compute(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
         """What ``wanted`` are; a value without further readers is forgotten."""
@@ -351,6 +383,8 @@ class _Samples:
         operands = [self._read(node.operand(position)) for position in range(len(node.inputs))]
         with computing(node.op.label):
             results = _computed(call, operands)
+        if self.rounds_otherwise and is_rounded(node):
+            results = tuple(_by_a_last_bit(result, self.graph.place_of[node]) for result in results)
         self._keep(call, results)
 
     def _keep(self, call: Call, results: Sequence[Array]) -> None:
@@ -367,6 +401,13 @@ class _Samples:
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise call.refuse("makes what is no number")
             self.arrays[id(value)] = array
+
+
+def _by_a_last_bit(results: Array, seed: int) -> Array:
+    """Floats as other hardware may round them: the next one above or below each."""
+    rises = np.random.default_rng(seed).integers(0, 2, results.shape, np.uint8).astype(bool)
+    other: Array = np.nextafter(results, np.where(rises, np.float32(np.inf), np.float32(-np.inf)))
+    return np.where(np.isfinite(other), other, results)
 
 
 def _check_bits(call: Call) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.call import NUMPY_TYPES, Array, refused
-from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of
+from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of, is_rounded
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
 from mtp_extract.graph.forms import Attention, OutputGuard
@@ -34,7 +34,6 @@ HIDDEN_BY_FLOATS: dict[TensorType | None, float] = {
 """What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
 _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
-_ROUNDED = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
 _INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
 _MOST_NUMBERS = 64
 _NUMBERS_AT_ONCE = 1 << 19
@@ -230,18 +229,10 @@ class Masks:
 def _check_exact(values: Sequence[Value]) -> None:
     """Check that ``values`` are computed of what every hardware rounds alike, or not at all."""
     for value in itertools.chain.from_iterable(map(ancestors, values)):
-        if value.producer is not None and _is_rounded(value.producer):
+        if value.producer is not None and is_rounded(value.producer):
             raise refused(
                 value.producer, "decides a mask by what hardware rounds in ways of its own. Nothing is written."
             )
-
-
-def _is_rounded(node: Node) -> bool:
-    """Whether the last bits of its result depend on who computes it; of a BOOL's logarithm, −∞ or 0, they do not."""
-    if node.kind != "LOG":
-        return node.kind in _ROUNDED and node.outputs[0].tensor.type in FLOAT_TYPES
-    maker = node.operand(0).producer
-    return maker is None or maker.kind != "CAST" or maker.operand(0).tensor.type is not TensorType.BOOL
 
 
 def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:

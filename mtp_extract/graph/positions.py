@@ -108,12 +108,14 @@ class Positions:
             fed[name] = fill_input(value, numbers)
         return fed
 
-    def at(self, positions: Ids, values: Sequence[Value]) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
+    def at(
+        self, positions: Ids, values: Sequence[Value], *, rounds_otherwise: bool = False
+    ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
         needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             some = positions[begin : begin + step]
-            arrays = evaluate(self.graph, self.fed(needed, some), values)
+            arrays = evaluate(self.graph, self.fed(needed, some), values, rounds_otherwise=rounds_otherwise)
             yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in arrays]
 
 

@@ -30,7 +30,7 @@ from mtp_extract.graph.call import (
     range_of_codes,
     refused,
 )
-from mtp_extract.graph.evaluate import KERNELS, LAYOUT, evaluate, moved
+from mtp_extract.graph.evaluate import KERNELS, LAYOUT, computes_with_rounded, evaluate, moved
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, source_through
 from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, operand_shape
@@ -60,6 +60,8 @@ themselves (LiteRT 2.3.0, as tests/graph/test_codes.py shows).
 """
 
 _MOST_ELEMENTS = 1 << 17
+# By how much a number may change with the last bits of what it is computed of, as a share of it.
+_OTHER_ROUNDING = 1e-5
 _LARGEST_AXIS = 1 << 20
 _MOST_TOLD_APART = 1 << 20
 """Elements of the largest value whose elements are looked at one by one where not all is read: no cache of a base."""
@@ -267,6 +269,12 @@ def _constant(reading: ReadGraph, value: Value) -> Term | None:
         return None
     if tensor.elements == 1:
         number = float(evaluate(reading.graph, {}, [value])[0].reshape(-1)[0])
+        if computes_with_rounded(reading.graph, [value]):
+            other = float(evaluate(reading.graph, {}, [value], rounds_otherwise=True)[0].reshape(-1)[0])
+            if not math.isclose(number, other, rel_tol=_OTHER_ROUNDING):
+                raise UnreadableError(
+                    f"computes {number:.6g} of what hardware rounds in ways of its own, or {other:.6g}"
+                )
         stored = source_through(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
         return replace(reading.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
     if value.producer is None:

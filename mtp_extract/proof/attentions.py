@@ -16,7 +16,7 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import Layer, Walk
-from mtp_extract.graph.evaluate import LAYOUT
+from mtp_extract.graph.evaluate import LAYOUT, computes_with_rounded
 from mtp_extract.graph.expressions import Doubles, Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import OutputGuard
@@ -28,6 +28,8 @@ from mtp_extract.litertlm.tflite import TensorType
 
 _OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
 """How far a cosine may be off, and an angle, as a share of it, that is computed in float32."""
+_OF_OTHER_ROUNDING = 16
+"""How many times as far, where a frequency that is computed, too, is moved by its last bit."""
 _OF_A_FREQUENCY = 2e-7
 """How far a frequency that is computed in float32 may be off, as a share of it: in files of exporters 8.2e-8."""
 _FURTHEST = 0.02
@@ -80,18 +82,24 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
             f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
         )
     frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
-    # Exporters that store a table compute it in float64.
-    if (apart := _apart(layer, frequencies_in_use, doubt)) and _apart(layer, exact, doubt):
-        raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
+    # What is computed of a power or an exponential must not hang on its last bit, which hardware rounds otherwise.
+    roundings = (False, True) if computes_with_rounded(graph, layer.rotation.values) else (False,)
+    for rounds_otherwise in roundings:
+        apart = _apart(layer, frequencies_in_use, doubt, rounds_otherwise)
+        # Exporters that store a table compute it in float64.
+        if apart and _apart(layer, exact, doubt, rounds_otherwise):
+            raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
     return held_in
 
 
-def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float) -> str:
+def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, rounds_otherwise: bool) -> str:
     """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
-    for positions, computed in layer.rotation.at():
+    for positions, computed in layer.rotation.at(rounds_otherwise=rounds_otherwise):
         # Positions last, as the graph's own numbers lie in memory.
         angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
         allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * frequencies_in_use
+        if rounds_otherwise:
+            allowed = allowed * np.float32(_OF_OTHER_ROUNDING)
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             wanted = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():

@@ -33,7 +33,8 @@ class Tables:
     def elements(self, value: Any) -> np.ndarray:
         return np.arange(1, self.count)
 
-    def at(self, positions: Any, values: Any) -> Any:
+    def at(self, positions: Any, values: Any, *, rounds_otherwise: bool) -> Any:
+        assert not rounds_otherwise
         yield positions, [self.table[positions]]
 
 

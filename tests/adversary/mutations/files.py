@@ -364,6 +364,21 @@ ROUNDED: dict[str, Change] = {
 }
 
 
+def last_bits(g: Graph) -> int:
+    """What rounding leaves of an exponential: 0 where it is NumPy's, or a large number on hardware that rounds it
+    otherwise.
+    """
+    number = np.float32(1.7)
+    rounded = g.sub(g.call("EXP", g.constant(np.full(1, number))), float(np.exp(number)))
+    return g.mul(rounded, 1e6)
+
+
+AMPLIFIED: dict[str, Change] = {
+    "of_an_angle": position(lambda g, x: g.add(x, g.reshape(last_bits(g), (1,) * len(g.shape(x))))),
+    "of_a_factor": edge("0.attended", lambda g, x: g.mul(x, g.add(last_bits(g), 1.0))),
+}
+
+
 @a_change
 def softmax_of_codes(g: Graph, scale: float) -> None:
     """A softmax in UINT8, whose result says ``scale``."""
@@ -504,6 +519,7 @@ CASES = (
     *cases("fifth: zero points", {"of_values": multiplied_codes("kv_cache_v_3")}, exact=True, rounding=0.1),
     *cases("fifth: kernels of codes", {"softmax_in_uint8": softmax_of_codes(1e-6)}, exact=True, rounding=0.2),
     *cases("fifth: codes that are cast", CAST_CODES, Sample(40, mask="past")),
+    *cases("fifth: last bits", AMPLIFIED, why="hardware rounds in ways of its own"),
     *cases("fifth: last bits", ROUNDED, Sample(201, mask="past"), why="hardware rounds in ways of its own"),
     *cases("fourth: results that are stored", STORED_RESULTS, why="LiteRT computes with the one or the other"),
 )
