@@ -30,8 +30,6 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Of the context of every command."""
 
 _DEBUG = "MTP_EXTRACT_DEBUG"
-_NOTHING_WRITTEN = " Nothing is written."
-"""What an error of the library may say, as most callers would write."""
 _LONGEST_MESSAGE = 4000
 _OUT_OF_MEMORY = (
     "out of memory. If you trust the file, close other programs or use a machine with more; a damaged file may ask for "
@@ -128,7 +126,6 @@ def run(
     *,
     kept: str = "nothing was kept",
     is_short: bool = False,
-    writes: bool = True,
     called: str | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
@@ -138,7 +135,6 @@ def run(
         app: the command.
         kept: what is left when it is interrupted.
         is_short: whether it is done in less than a second and uses NumPy for tables only.
-        writes: whether it writes where it succeeds; else no error says that nothing is written.
         called: what the user called it by, and
         arguments: what followed that; both of this process by default.
     """
@@ -161,8 +157,6 @@ def run(
     except Interrupted as stop:
         status = _failed(f"interrupted; {kept}.", 128 + int(stop.args[0]))
     except Exception as error:  # noqa: BLE001 - whatever it is, it ends in one line
-        if isinstance(error, MtpExtractError) and not writes:
-            error.args = (str(error).replace(_NOTHING_WRITTEN, ""),)
         status = _status_of(error, app)
     forget_interruptions()
     sys.exit(status)

@@ -260,4 +260,4 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app, main = command_of(inspect_command, _EXAMPLES, is_short=True, writes=False)
+app, main = command_of(inspect_command, _EXAMPLES, is_short=True)

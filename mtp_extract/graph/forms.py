@@ -134,7 +134,7 @@ class ScoreView:
         if tree.size > _MOST_MASKS:
             raise UnsupportedError(
                 f"Expected at most {_MOST_MASKS} numbers, masks and operators between a score and its softmax, found "
-                f"{tree.size}, each counted wherever it is used. Nothing is written. Please report the file."
+                f"{tree.size}, each counted wherever it is used. Please report the file."
             )
         return ScoreView("score", replace(self.scores, tree=tree), view)
 

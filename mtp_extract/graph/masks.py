@@ -147,8 +147,7 @@ class Masks:
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
                 raise refused(
                     node,
-                    "brings slots of a mask together, or moves them; a drafter's masks act slot by slot. Nothing is "
-                    "written.",
+                    "brings slots of a mask together, or moves them; a drafter's masks act slot by slot.",
                 )
 
     def _is_by_slot(self, value: Value) -> bool:
@@ -230,9 +229,7 @@ def _check_exact(values: Sequence[Value]) -> None:
     """Check that ``values`` are computed of what every hardware rounds alike, or not at all."""
     for value in itertools.chain.from_iterable(map(ancestors, values)):
         if value.producer is not None and is_rounded(value.producer):
-            raise refused(
-                value.producer, "decides a mask by what hardware rounds in ways of its own. Nothing is written."
-            )
+            raise refused(value.producer, "decides a mask by what hardware rounds in ways of its own.")
 
 
 def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:

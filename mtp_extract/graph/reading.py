@@ -114,7 +114,7 @@ def _read(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     except UnreadableError as why:
         if not reading.strict:
             return tuple(_unread(reading, value, str(why)) for value in node.outputs)
-        reason = f"{why}; this release knows no drafter with such an operator there. Nothing is written."
+        reason = f"{why}; this release knows no drafter with such an operator there."
         raise refused(node, reason) from None
     if node.kind not in LAYOUT:
         reading.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
@@ -198,7 +198,7 @@ def _check_stored(reading: ReadGraph, value: Value, form: Form) -> None:
     if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= _factor_of(form) <= _LARGEST_IN_HALF:
         raise UnsupportedError(
             f"{value.label} holds {_factor_of(form):g} times a value of a drafter as FLOAT16, in which numbers of "
-            "ordinary size overflow or vanish so: that is more than rounding. Nothing is written."
+            "ordinary size overflow or vanish so: that is more than rounding."
         )
 
 

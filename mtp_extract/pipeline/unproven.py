@@ -160,7 +160,7 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
         return replace(drafter, not_proven=(*_once(refusals), shaped, counts))
     raise UnsupportedError(
         f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
-        "those of no geometry that is known. Nothing is written. Please report the file."
+        "those of no geometry that is known. Please report the file."
     )
 
 
@@ -223,7 +223,7 @@ def _candidates(graph: FlatGraph) -> _Candidates:
             try:
                 value = weight_of(graph, node)
             except UnreadableError as why:
-                raise UnsupportedError(f"{node.op.label} {why}. Nothing is written. Please report the file.") from None
+                raise UnsupportedError(f"{node.op.label} {why}. Please report the file.") from None
             matrices.append((value, (value.tensor.name,)))
     vectors = [
         (value, tuple(tensor.name for tensor in node.outputs[0].tensors))

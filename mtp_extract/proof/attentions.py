@@ -79,7 +79,7 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
         worst = int(wrong.argmax())
         raise ProofError(
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
-            f"position where the config's RoPE has {exact[worst]:.8g}. Nothing is written."
+            f"position where the config's RoPE has {exact[worst]:.8g}."
         )
     frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # What is computed of a power or an exponential must not hang on its last bit, which hardware rounds otherwise.
@@ -88,7 +88,7 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
         apart = _apart(layer, frequencies_in_use, doubt, rounds_otherwise)
         # Exporters that store a table compute it in float64.
         if apart and _apart(layer, exact, doubt, rounds_otherwise):
-            raise ProofError(f"layers.{index}.attention: {apart}. Nothing is written.")
+            raise ProofError(f"layers.{index}.attention: {apart}.")
     return held_in
 
 
@@ -176,8 +176,7 @@ class SlotsOfLayer:
         alike = self.masks.rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
-                f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few. Nothing is "
-                "written."
+                f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few."
             )
         for window in attention.all_windows:
             self._check_window(window)
@@ -273,11 +272,10 @@ class SlotsOfLayer:
             return
         raise ProofError(
             f"layers.{self.index}.attention: its output guard, by {guard.condition.label}, {wrong}; a checkpoint's "
-            "attention has no such guard. Nothing is written."
+            "attention has no such guard."
         )
 
     def _refuse(self, position: int, what: str) -> None:
         raise ProofError(
-            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}. "
-            "Nothing is written."
+            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}."
         )

@@ -92,7 +92,7 @@ def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: S
         if not abs(scale / config.attention_scale - 1) <= _SAME:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
-                f"{config.attention_scale:g}. Nothing is written."
+                f"{config.attention_scale:g}."
             )
     return max(rows for rows, _ in rows_of_layer), all(alike for _, alike in rows_of_layer)
 
@@ -105,7 +105,7 @@ def _layouts(walk: Walk) -> dict[str, list[int]]:
             head, slot, dimension = axes
             layout = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
             if layouts.setdefault(name, layout) != layout:
-                raise ProofError(f"layers.{index}.attention: {name} is read in two ways. Nothing is written.")
+                raise ProofError(f"layers.{index}.attention: {name} is read in two ways.")
     return layouts
 
 
@@ -134,7 +134,7 @@ def _check_config(walk: Walk, config: DrafterConfig) -> None:
         ("heads", heads, written),
     ):
         if expected != other:
-            raise ProofError(f"{name}: the graph has {expected}, the config {other}. Nothing is written.")
+            raise ProofError(f"{name}: the graph has {expected}, the config {other}.")
 
 
 def _check_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
@@ -161,9 +161,7 @@ def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
             at = int(wrong.argmax())
             is_huge = size[at] >= LARGEST_FACTOR
             why = "larger than any of a drafter" if is_huge else f"{written[at]:.6g} in the checkpoint"
-            raise ProofError(
-                f"{name}: number {begin + at} is {stored[at]:.6g} in the graph, {why}. Nothing is written."
-            )
+            raise ProofError(f"{name}: number {begin + at} is {stored[at]:.6g} in the graph, {why}.")
 
 
 def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:

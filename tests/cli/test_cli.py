@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers.commands import run, run_here
 from helpers.variant_files import variant
-from seam import ProofError, read_prompts
+from seam import read_prompts
 from typer.testing import CliRunner
 
 import mtp_extract
@@ -126,18 +126,6 @@ def test_inspect_shows_sections_even_when_the_drafter_is_refused() -> None:
     assert result.returncode == 1
     assert "jax_hadamard.tflite" in result.stdout
     assert result.stderr.startswith("error: ") and "Hadamard" in result.stderr
-
-
-def test_inspect_does_not_say_that_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It never writes; what extracts says so in the same error."""
-
-    def refuse(*given: object, **named: object) -> None:
-        raise ProofError("lm_head: another number. Nothing is written. Please report the file.")
-
-    for name in ("extract", "inspect"):
-        monkeypatch.setattr(f"mtp_extract.api.{name}", refuse)
-    assert run_here("inspect", tmp_path).stderr == "error: lm_head: another number. Please report the file.\n"
-    assert "number. Nothing is written. Please" in run_here("extract", tmp_path).stderr
 
 
 @pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), ("", False)])
