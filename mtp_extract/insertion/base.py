@@ -72,7 +72,17 @@ def find_base(opened: Opened) -> BundledBase:
 
 def _sections_of(opened: Opened) -> dict[str, Section]:
     """The sections with models, by what they hold."""
-    sections = {s.model_type or _DECODER: s for s in opened.sections if s.data_type == TFLITE_MODEL}
+    sections = dict[str, Section]()
+    for section in opened.sections:
+        if section.data_type != TFLITE_MODEL:
+            continue
+        kind = section.model_type or _DECODER
+        if kind in sections and kind in (_DECODER, *_TABLES):
+            raise UnsupportedError(
+                f"{opened.source.name}: expected one section {kind}, found several, of which the runtime reads one. "
+                "Take the bundle as it was published."
+            )
+        sections[kind] = section
     for needed in (_DECODER, "embedder"):
         if needed not in sections:
             listed = ", ".join(escape(k) for k in sections) or "none"

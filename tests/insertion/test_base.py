@@ -14,6 +14,8 @@ import pytest
 from helpers import bases
 from helpers.bases import PREFIX, Weights, base_with, patched, places_of, scale_of
 from helpers.commands import run_here
+from helpers.make_bundle import bundle as bundle_of
+from helpers.make_bundle import parts_of
 from helpers.reporters import Recorder
 
 from mtp_extract.bundle import open_bundle
@@ -357,3 +359,12 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "102 roles: 48 equal, 30 within half a step, 24 nearest code" in done.stdout
     done = run_here("inspect", sample, "--against", sample)
     assert done.returncode == 1 and "found none" in done.stderr
+
+
+def test_a_base_that_is_there_twice_is_refused(sample: Path, base: Path, tmp_path: Path) -> None:
+    """One of two decoders was compared, and written."""
+    parts = parts_of(sample)
+    twice = [part for part in parts if part.items.get("model_type") == "tf_lite_prefill_decode"]
+    (tmp_path / "two.litertlm").write_bytes(bundle_of([*parts, *twice]))
+    with pytest.raises(UnsupportedError, match="expected one section prefill_decode, found several"):
+        compared(tmp_path / "two.litertlm", base)
