@@ -235,7 +235,8 @@ class Storage:
 
     def coded(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
         """The codes of ``values`` with these scales and zero points, as :meth:`quantized` gives them."""
-        codes: npt.NDArray[Any] = self.by_scale(values) / scale[:, None]
+        # With a scale of 0 every code is 0.
+        codes: npt.NDArray[Any] = self.by_scale(values) / np.where(scale > 0, scale, np.float32(1))[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
         np.clip(np.rint(codes, out=codes), *self.bounds, out=codes)

@@ -361,6 +361,24 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "found none" in done.stderr
 
 
+def test_a_row_without_a_scale_stays_zeros(sample: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """No zero is divided by zero."""
+    role, out = "layers.1.down_proj", tmp_path / "new.litertlm"
+    places = places_of(sample, role)
+    changes = {m.region.begin + t.quantization.scales.start + 4 * 5: bytes(4) for m, t in places}
+
+    def change(weights: Weights) -> None:
+        tuned(weights)
+        weights[f"{PREFIX}layers.1.mlp.down_proj.weight"][5] = 0
+
+    base = base_with(tmp_path / "base", change)
+    put(base, patched(tmp_path / "zero.litertlm", changes), out)
+    model, tensor = places[0]
+    begin, columns = model.locate(tensor).begin, tensor.shape[1]
+    assert out.read_bytes()[begin + 5 * columns : begin + 6 * columns] == bytes(columns)
+    assert compared(out, base).problem is None and not recwarn.list
+
+
 def test_a_base_that_is_there_twice_is_refused(sample: Path, base: Path, tmp_path: Path) -> None:
     """One of two decoders was compared, and written."""
     parts = parts_of(sample)
