@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from msgspec import Meta, Struct
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
-from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor, read_array
+from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
 from mtp_extract.formats import reading
@@ -177,7 +176,7 @@ def _weights(
         path, tensor = stored[name]
         if name in scales:
             columns = rows.get(_columns_are_rows_of(role), width)
-            weights[role] = StoredCodes(path, tensor, name, columns, read_array(*scales[name]).astype(np.float32))
+            weights[role] = StoredCodes(path, tensor, name, columns, Stored(*scales[name]).array())
         elif tensor.dtype in reading.FLOAT_DTYPES:
             weights[role] = Stored(path, tensor, name)
         else:

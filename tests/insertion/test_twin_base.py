@@ -29,6 +29,7 @@ from helpers.twin_base import (
     twin_base,
 )
 from safetensors.numpy import load_file, save_file
+from seam import DTYPES
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
@@ -368,3 +369,18 @@ def test_codes_that_fit_no_matrix_are_refused(tmp_path: Path, part: str, values:
     base = _rewritten(tmp_path / "bad", lambda tensors: tensors.update({name: values}))
     with pytest.raises(CheckpointError, match=r"expected .*layers\.0\.mlp\.up_proj\.weight as codes of 2, 4 or 8 bits"):
         compared(TWIN, base)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_scales_of_a_mobile_checkpoint_may_be_half_as_wide(tmp_path: Path, dtype: str) -> None:
+    kind = next(kind for kind in DTYPES.values() if kind.safetensors == dtype)
+
+    def narrow(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.endswith("up_proj.weight_scale")]:
+            scale = tensors[name]
+            tensors[name] = kind.narrow(scale.reshape(-1), name).view(kind.transformers).reshape(scale.shape)
+
+    base = _rewritten(tmp_path / "narrow", narrow)
+    assert compared(TWIN, base).problem is None
+    with planned_insertion(base, TWIN) as plan:
+        assert {each.how for each in plan.encodings["layers.0.up_proj"]} <= {KEPT, AS_CODES}
