@@ -83,6 +83,11 @@ def read_base(directory: Path) -> BaseCheckpoint:
     prefix = _prefix_in(directory, stored)
     unread = sizes.names_unread(prefix) & stored.keys()
     names = sizes.names_by_role(prefix, stored.keys() - unread)
+    if "lm_head" not in names and not any(part.get("tie_word_embeddings", True) for part in (config, text)):
+        raise CheckpointError(
+            f"{escape(directory)}: expected a tensor lm_head.weight, as tie_word_embeddings is false, found none. "
+            "Fetch it again."
+        )
 
     rest = [name for name in stored if name not in unread.union(names.values())]
     unknown = tuple(name for name in rest if name.startswith(prefix) and not name.startswith(_TOWERS))

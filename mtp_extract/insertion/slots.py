@@ -27,6 +27,7 @@ from mtp_extract.litertlm.storage import Floats, Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 
 _T = TypeVar("_T")
+_SCALAR = ".layer_scalar"
 _SMALLEST_BUFFER = 16  # elements
 # Elements of a weight at a time. Threads take turns between operations on arrays: with fewer elements they wait for
 # each other, with more their arrays leave the cache.
@@ -146,13 +147,14 @@ class Match(NamedTuple):
 def match_roles(
     places: Mapping[str, tuple[Location, ...]], weights: Mapping[str, Weight], dtype: str | None = None
 ) -> Iterator[Match]:
-    """Every role of either. A head that the checkpoint ties is its embedding table; a scalar that it lacks is 1. Its
-    floats were rounded to ``dtype``, by default what each tensor is stored in."""
+    """Every role of either. A head that the checkpoint ties is its embedding table; scalars that it lacks, all of
+    them, are 1. Its floats were rounded to ``dtype``, by default what each tensor is stored in."""
+    without_scalars = not any(role.endswith(_SCALAR) for role in weights)
     for role in dict.fromkeys((*weights, *places)):
         weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
         candidates = _with_known_factor(places.get(role, ()), weight)
-        is_scalar = role.endswith(".layer_scalar")
-        if weight is None and is_scalar:
+        is_scalar = role.endswith(_SCALAR)
+        if weight is None and is_scalar and without_scalars:
             weight = constant_weight((1,))
         shape = _shape_of(candidates)
         problem = _problem(weight, shape, is_read=bool(candidates) or is_scalar)

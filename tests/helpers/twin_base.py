@@ -44,6 +44,7 @@ def twin_base(out: Path, change: Callable[[Weights], None] = lambda weights: Non
     out.mkdir()
     config = json.loads((MOBILE / "config.json").read_text())
     del config["quantization_config"]
+    config["tie_word_embeddings"] = True
     (out / "config.json").write_text(json.dumps(config))
     weights = floats()
     change(weights)

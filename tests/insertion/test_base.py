@@ -379,6 +379,16 @@ def test_a_row_without_a_scale_stays_zeros(sample: Path, tmp_path: Path, recwarn
     assert compared(out, base).problem is None and not recwarn.list
 
 
+def test_a_head_that_is_not_tied_is_to_be_there(sample: Path, tmp_path: Path) -> None:
+    """As where the file with it was not fetched: its embeddings were taken for it."""
+    base = base_with(tmp_path / "base", tie_word_embeddings=False)
+    assert compared(sample, base).problem is None  # The whole model's configuration ties it.
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"expected a tensor lm_head\.weight"):
+        compared(sample, base)
+
+
 def test_a_base_that_is_there_twice_is_refused(sample: Path, base: Path, tmp_path: Path) -> None:
     """One of two decoders was compared, and written."""
     parts = parts_of(sample)

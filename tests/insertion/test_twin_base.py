@@ -32,7 +32,7 @@ from safetensors.numpy import load_file, save_file
 from seam import DTYPES
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
+from mtp_extract.errors import CheckpointError, MtpExtractError, PairError, UnsupportedError
 from mtp_extract.graph import reading
 from mtp_extract.graph.expressions import Expressions
 from mtp_extract.insertion.base import find_base
@@ -384,3 +384,15 @@ def test_scales_of_a_mobile_checkpoint_may_be_half_as_wide(tmp_path: Path, dtype
     assert compared(TWIN, base).problem is None
     with planned_insertion(base, TWIN) as plan:
         assert {each.how for each in plan.encodings["layers.0.up_proj"]} <= {KEPT, AS_CODES}
+
+
+def _without_a_scalar(weights: Weights) -> None:
+    del weights[f"{PREFIX}layers.2.layer_scalar"]
+
+
+def test_a_layer_scalar_is_missed_where_others_are_there(tmp_path: Path) -> None:
+    """It was taken for 1, and written."""
+    base = twin_base(tmp_path / "base", _without_a_scalar)
+    assert "layers.2.layer_scalar: the checkpoint has no such tensor" in str(compared(TWIN, base).problem)
+    with pytest.raises(PairError, match=r"layers\.2\.layer_scalar: the checkpoint has no such tensor"):
+        put(base, TWIN, tmp_path / "new.litertlm")
