@@ -110,7 +110,7 @@ class _Layers(Struct):
 
     def names_unread(self, prefix: str) -> set[str]:
         """Tensors that layers which read K and V of others may have, and do not need."""
-        first_sharing = self.num_hidden_layers - (self.num_kv_shared_layers or 0)
+        first_sharing = max(self.num_hidden_layers - (self.num_kv_shared_layers or 0), 0)
         sharing = range(first_sharing, self.num_hidden_layers)
         return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _SHARED}
 

@@ -183,6 +183,8 @@ def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path
         ({"hidden_size": 128}, PairError, "hidden_size 128 instead of 64"),
         ({"num_hidden_layers": 7}, PairError, "num_hidden_layers 7 instead of 6"),
         ({"num_hidden_layers": "six"}, CheckpointError, "num_hidden_layers"),
+        # So many names were made.
+        ({"num_kv_shared_layers": 10**12, "vocab_size": 1024}, PairError, "vocab_size 1024"),
         ({"rms_norm_eps": 1e-5}, PairError, "rms_norm_eps"),
         ({"rms_norm_eps": 10**400}, PairError, "rms_norm_eps"),
         ({"final_logit_softcapping": "30"}, PairError, "final_logit_softcapping 30 instead of 30.0"),
