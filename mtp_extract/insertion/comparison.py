@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.dtypes import DTYPES
@@ -39,10 +40,12 @@ VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)
 
 # Rounding of float32 along the way, in steps: the largest code is 127.
 _HALF = 0.5 + 1e-4
-# Half a step of floats, as a share of the number; what is stored in F32 was not rounded.
-_FLOAT_STEPS = {TensorType.FLOAT16: 2.0**-11, TensorType.BFLOAT16: 2.0**-8}
+# Half a step of floats, as a share of the number, and of the least of them; what is stored in F32 was not rounded.
+_FLOAT_STEPS = {TensorType.FLOAT16: (2.0**-11, 2.0**-25), TensorType.BFLOAT16: (2.0**-8, 2.0**-134)}
 # Sums of squares that differ by less are equal.
 _AS_GOOD = 1.001
+_MOSTLY = 0.5
+"""Of the numbers that share a scale: what loses more is lost, and is little of a table of many rows."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,12 @@ def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list
 
 class _Look(NamedTuple):
     """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
-    explains; whether a code is known that is not the nearest; the most in steps, −1 for floats; and sums of squares."""
+    explains; whether a code is known that is not the nearest; how many groups of a scale lose much, and less with other
+    scales; the most in steps, −1 for floats; and sums of squares."""
 
     outside: int
     wrong: bool
+    ruined: int
     steps: float
     difference: float
     least: float  # that the difference could be, were the weight put in
@@ -142,8 +147,8 @@ class _Look(NamedTuple):
     @classmethod
     def total(cls, looks: Sequence[_Look]) -> _Look:
         """At all of the rows that ``looks`` are of."""
-        outside, wrong, steps, *sums = zip(*looks, strict=True)
-        return cls(sum(outside), any(wrong), max(steps), *map(math.fsum, sums))
+        outside, wrong, ruined, steps, *sums = zip(*looks, strict=True)
+        return cls(sum(outside), any(wrong), sum(ruined), max(steps), *map(math.fsum, sums))
 
     @property
     def error(self) -> float:
@@ -155,17 +160,39 @@ def _look_at(slot: Slot, first: int, last: int, wanted: Floats, stored: Floats, 
     """At rows ``[first, last)`` of ``slot``, which are to be ``wanted`` and are ``stored``; of its other rows some are
     known to be ``wrong``, or not."""
     if not math.isfinite(size := squares(wanted)):
-        return _Look(1, True, 1, math.inf, math.inf, 1.0)
+        return _Look(1, True, 0, 1, math.inf, math.inf, 1.0)
     apart = wanted - stored
     difference = least = squares(apart)
     if slot.constant is None or slot.storage.packing is None or slot.constant.folded:
-        half = 0.0 if slot.constant is None else _FLOAT_STEPS.get(slot.storage.type, 0.0)
-        count = int(np.count_nonzero(~(np.abs(apart) <= half * np.abs(wanted))))
-        return _Look(count, wrong or count > 0, -1.0, difference, least, size)
+        count = int(np.count_nonzero(~(np.abs(apart) <= _float_slack(slot, wanted))))
+        return _Look(count, wrong or count > 0, 0, -1.0, difference, least, size)
     count, wrong, steps = _Grid.of(slot, first, last).compare(wanted, stored, apart, wrong)
-    if not wrong and difference > MOST_LOST**2 * size:
-        least = least_lost(slot, wanted, apart, first, last)
-    return _Look(count, wrong, steps, difference, least, size)
+    rows = 0
+    if not wrong:
+        lost, sizes = (_squares_by_scale(slot, numbers) for numbers in (apart, wanted))
+        is_ruined = lost > _MOSTLY**2 * sizes
+        if is_ruined.any() or difference > MOST_LOST**2 * size:
+            best = least_lost(slot, wanted, lost, first, last)
+            least = float(best.sum())
+            rows = int(np.count_nonzero(is_ruined & (lost > _AS_GOOD * best)))
+    return _Look(count, wrong, rows, steps, difference, least, size)
+
+
+def _float_slack(slot: Slot, wanted: Floats) -> Floats | float:
+    """How far floats may be from ``wanted``: what rounding to the type of the file and of the checkpoint explains."""
+    if slot.constant is None or slot.storage.type not in _FLOAT_STEPS:
+        return 0.0
+    share, least = _FLOAT_STEPS[slot.storage.type]
+    slack: Floats = np.abs(wanted) * np.float32(share + DTYPES[slot.dtype].roundoff)
+    np.maximum(slack, np.float32(least / abs(slot.stored.factor)), out=slack)
+    return slack
+
+
+def _squares_by_scale(slot: Slot, rows: Floats) -> npt.NDArray[np.float64]:
+    """Of the numbers that share a scale the sum of their squares."""
+    by_scale = slot.storage.by_scale(rows)
+    sums: npt.NDArray[np.float64] = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -242,4 +269,6 @@ def _judge(match: Match, look: _Look) -> tuple[str, str | None]:
         if look.difference > _AS_GOOD * look.least:
             return DIFFERENT, f"{loss}, and with other scales {relative_error(look.least, look.size):.0%}"
         return verdict, loss
+    if look.ruined:
+        return DIFFERENT, f"{look.ruined} rows or blocks lose more than {_MOSTLY:.0%}, and less with other scales"
     return verdict, f"{look.outside} weights lie beyond the last code of their row" if look.outside else None

@@ -394,16 +394,15 @@ def _least_lossy(storage: Storage, values: Floats, present: Scales, lost: _Doubl
     return Scales(scale, zero_point), np.where(stays, lost, lost_by_rule)
 
 
-def least_lost(slot: Slot, weight: Floats, apart: Floats, first: int, last: int) -> float:
-    """The sum of the squares of what rows ``[first, last)`` would lose of ``weight``, which is ``apart`` from what is
-    stored: less, if the rule's scales are better than the file's."""
+def least_lost(slot: Slot, weight: Floats, lost: _Doubles, first: int, last: int) -> _Doubles:
+    """Of each group the sum of the squares of what rows ``[first, last)`` would lose of ``weight``, which are ``lost``
+    in what is stored: less, if the rule's scales are better than the file's."""
     storage, factor = slot.storage, slot.stored.factor
     present = _present(slot).part(slot.part(storage.groups, first, last))
-    by_group = storage.by_scale(apart)
-    lost = factor**2 * np.einsum("rgc,rgc->g", by_group, by_group)
+    stored = weight if factor == 1.0 else weight * np.float32(factor)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        _, lost = _least_lossy(storage, weight if factor == 1.0 else weight * np.float32(factor), present, lost)
-    return float(lost.sum()) / factor**2
+        _, least = _least_lossy(storage, stored, present, factor**2 * lost)
+    return least / factor**2
 
 
 def _lost_by(storage: Storage, values: Floats, scales: Scales, within: bool = False) -> _Doubles:

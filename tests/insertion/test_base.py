@@ -363,6 +363,18 @@ def test_the_commands(sample: Path, base: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "found none" in done.stderr
 
 
+def test_a_row_of_zeros_by_a_scale_far_too_large_is_another_weight(sample: Path, base: Path, tmp_path: Path) -> None:
+    """No number is further from 0 than half a step, and of the whole table the row is less than a tenth."""
+    changes = {}
+    for model, tensor in places_of(sample, "embed_tokens"):
+        columns, scale = tensor.shape[1], tensor.quantization.scale[5]
+        changes[model.locate(tensor).begin + 5 * columns] = bytes(columns)
+        at = model.region.begin + tensor.quantization.scales.start + 4 * 5
+        changes[at] = np.float32(1000 * scale).tobytes()
+    found = apart(compared(patched(tmp_path / "row.litertlm", changes), base))
+    assert found == {"embed_tokens": "1 rows or blocks lose more than 50%, and less with other scales"}
+
+
 def test_a_row_without_a_scale_stays_zeros(sample: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """No zero is divided by zero."""
     role, out = "layers.1.down_proj", tmp_path / "new.litertlm"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,12 @@ from mtp_extract.graph import reading
 from mtp_extract.graph.expressions import Expressions
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, compare_base
+from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, _look_at, compare_base
 from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
-from mtp_extract.litertlm.storage import Packing
+from mtp_extract.litertlm.storage import Packing, Storage
+from mtp_extract.litertlm.tflite import TensorType
 
 PROJECTION = "per_layer_model_projection"
 _FEW_BITS = (Packing(2, signed=True), Packing(4, signed=True))
@@ -396,3 +398,17 @@ def test_a_layer_scalar_is_missed_where_others_are_there(tmp_path: Path) -> None
     assert "layers.2.layer_scalar: the checkpoint has no such tensor" in str(compared(TWIN, base).problem)
     with pytest.raises(PairError, match=r"layers\.2\.layer_scalar: the checkpoint has no such tensor"):
         put(base, TWIN, tmp_path / "new.litertlm")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_what_f16_holds_no_nearer_is_not_different(dtype: str) -> None:
+    """Numbers below its normal ones, and what was rounded to either type from the same floats."""
+    floats_of_both = (np.random.default_rng(0).standard_normal((96, 64)) * 1e-3).astype(np.float32)
+    rounding = DTYPES[dtype]
+    wanted = rounding.widen(rounding.narrow(floats_of_both.reshape(-1), "w").tobytes()).reshape(96, 64)
+    stored = floats_of_both.astype(np.float16).astype(np.float32)
+    storage = Storage(TensorType.FLOAT16, (96, 64), "none")
+    constant = SimpleNamespace(folded=False, factor=1.0)
+    slot: Any = SimpleNamespace(constant=constant, stored=constant, storage=storage, dtype=dtype)
+    assert not _look_at(slot, 0, 96, wanted, stored, wrong=False).outside
+    assert _look_at(slot, 0, 96, wanted, stored * np.float32(1.02), wrong=False).outside > 5000
