@@ -38,6 +38,7 @@ _READS = {
     "embed_tokens_per_layer": "per_layer_model_projection",
 }
 """Matrices that do not read the residual stream → the one that makes what they read, or as many numbers."""
+_UNMERGED = ".lora_A."
 _Entry = tuple[Path, StoredTensor]
 _SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
@@ -79,6 +80,8 @@ def read_base(directory: Path) -> BaseCheckpoint:
     config = read_object(directory / _CONFIG, _AS_WRITTEN)
     text, sizes = _text_config(directory, config)
     stored = _tensors_in(directory)
+    if any(_UNMERGED in name for name in stored):
+        raise CheckpointError(f"{escape(directory)}: expected merged weights, found tensors of {MERGE_FIRST}")
     scales = _take_scales(stored) if _is_mobile(config) else {}
     prefix = _prefix_in(directory, stored)
     unread = sizes.names_unread(prefix) & stored.keys()

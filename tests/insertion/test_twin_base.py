@@ -337,6 +337,16 @@ def test_an_adapter_is_to_be_merged_first(tmp_path: Path, with_base: bool) -> No
         compared(TWIN, base)
 
 
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+def test_tensors_of_an_adapter_are_not_passed_over(tmp_path: Path, prefix: str) -> None:
+    """Without its configuration, as a tuned model's state is saved: those beside the model's own went unsaid."""
+    base = twin_base(tmp_path / "base")
+    name = f"{prefix}{PREFIX}layers.0.mlp.up_proj.lora_A.weight"
+    save_file({name: np.ones((4, 64), np.float32)}, base / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected merged weights, found tensors of a LoRA adapter"):
+        put(base, TWIN, tmp_path / "new.litertlm")
+
+
 def _rewritten(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     out.mkdir()
     (out / "config.json").write_text((MOBILE / "config.json").read_text())
