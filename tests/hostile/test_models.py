@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[[Any], object], type[MtpExtractError], str]] = {
     "soft cap 0": (_after("TANH", 1, 0.0), UnsupportedError, "0 times"),
     "soft cap negative": (_after("TANH", 1, -30.0), UnsupportedError, "soft cap"),
     "rope tiny": (_after("COS", -1, 1, 1e-40), UnsupportedError, "would need a theta"),
-    "rope nan": (_after("COS", -1, 1, float("nan")), FormatError, "not finite"),
+    "rope nan": (_after("COS", -1, 1, float("nan")), UnsupportedError, "makes what is no number"),
     "no signature": (lambda m: setattr(m, "signatureDefs", []), NoDrafterError, "mtp_drafter in .*, found none"),
     "no subgraph": (lambda m: setattr(m, "subgraphs", []), FormatError, "no subgraph"),
     "signature without logits": (_without(b"logits"), NoDrafterError, "'logits'"),
