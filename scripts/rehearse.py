@@ -177,7 +177,7 @@ def clear(command: Command) -> None:
     for option, given in pairwise(command.arguments):
         found = [Path(given)] if option in ("-o", "--report") else []
         if option == "--work" and Path(given).is_dir():
-            found = [path for path in Path(given).iterdir() if path.name != "text"]
+            found = [path for path in Path(given).iterdir() if path.name != "texts.jsonl"]
         for path in found:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 

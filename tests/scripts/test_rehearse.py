@@ -179,3 +179,11 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     page.table("Drafts", ("drafts",), on_gpu.marked_tests(page))
     assert "There was no time for more." in page.out.read_text()
     assert "not what they yield" in on_gpu.heading(SHAPES["tiny"], on_gpu.torch.device("cpu"))
+
+
+def test_what_the_base_wrote_is_kept_for_the_next_tuning(tmp_path: Path) -> None:
+    """Of what a tuning keeps: its log and its state would be resumed."""
+    for name in ("texts.jsonl", "log.jsonl", "state.pt"):
+        (tmp_path / name).touch()
+    rehearse.clear(commands.Command("tune norms", ("--work", tmp_path), ""))
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
