@@ -191,8 +191,10 @@ def _float_slack(slot: Slot, wanted: Floats) -> Floats | float:
 def _squares_by_scale(slot: Slot, rows: Floats) -> npt.NDArray[np.float64]:
     """Of the numbers that share a scale the sum of their squares."""
     by_scale = slot.storage.by_scale(rows)
-    sums: npt.NDArray[np.float64] = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)
-    return sums
+    sums = np.einsum("rgc,rgc->g", by_scale, by_scale)
+    if not np.isfinite(sums).all():
+        sums = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)
+    return np.asarray(sums, np.float64)
 
 
 @dataclass(frozen=True)
