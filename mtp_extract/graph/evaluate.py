@@ -271,7 +271,7 @@ def evaluate(
     wanted: Sequence[Value],
     overrides: Mapping[int, Array] = MappingProxyType({}),
     *,
-    rounds_otherwise: bool = False,
+    last_bits: int = 0,
 ) -> list[Array]:
     """What ``wanted`` are, for every sample.
 
@@ -279,7 +279,8 @@ def evaluate(
         inputs: name of a signature's input → ``[samples, *shape]``, of the type of
             :data:`~mtp_extract.graph.call.NUMPY_TYPES`.
         overrides: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
-        rounds_otherwise: move results by a last bit, as other hardware may, where :func:`is_rounded` says so.
+        last_bits: 1 or −1 move results by a last bit, as other hardware may, where :func:`is_rounded` says so: each by
+            chance up or down, and the other way round.
 
     Returns:
         per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
@@ -298,8 +299,7 @@ def evaluate(
 
     shared = {key: np.moveaxis(array, 0, -1) for key, array in overrides.items()}
     parts = [
-        _Samples(graph, fed, dict(shared), rounds_otherwise).compute(nodes, wanted)
-        for fed in _split(inputs, samples, step)
+        _Samples(graph, fed, dict(shared), last_bits).compute(nodes, wanted) for fed in _split(inputs, samples, step)
     ]
     several = {name for name, array in inputs.items() if len(array) > 1}
     return [
@@ -343,13 +343,11 @@ def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples:
 class _Samples:
     """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
 
-    def __init__(
-        self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array], rounds_otherwise: bool
-    ) -> None:
+    def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array], last_bits: int) -> None:
         self.graph = graph
         self.inputs = inputs
         self.arrays = arrays
-        self.rounds_otherwise = rounds_otherwise
+        self.last_bits = last_bits
 
     def compute(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
         """What ``wanted`` are; a value without further readers is forgotten."""
@@ -383,8 +381,8 @@ class _Samples:
         operands = [self._read(node.operand(position)) for position in range(len(node.inputs))]
         with computing(node.op.label):
             results = _computed(call, operands)
-        if self.rounds_otherwise and is_rounded(node):
-            results = tuple(_by_a_last_bit(result, self.graph.place_of[node]) for result in results)
+        if self.last_bits and is_rounded(node):
+            results = tuple(_by_a_last_bit(result, self.last_bits, self.graph.place_of[node]) for result in results)
         self._keep(call, results)
 
     def _keep(self, call: Call, results: Sequence[Array]) -> None:
@@ -403,10 +401,12 @@ class _Samples:
             self.arrays[id(value)] = array
 
 
-def _by_a_last_bit(results: Array, seed: int) -> Array:
-    """Floats as other hardware may round them: the next one above or below each."""
+def _by_a_last_bit(results: Array, direction: int, seed: int) -> Array:
+    """Floats as other hardware may round them: the next one above or below each, by ``direction`` the one or other."""
     rises = np.random.default_rng(seed).integers(0, 2, results.shape, np.uint8).astype(bool)
-    other: Array = np.nextafter(results, np.where(rises, np.float32(np.inf), np.float32(-np.inf)))
+    other: Array = np.nextafter(
+        results, np.where(rises, np.float32(direction * np.inf), np.float32(-direction * np.inf))
+    )
     return np.where(np.isfinite(other), other, results)
 
 

@@ -109,13 +109,13 @@ class Positions:
         return fed
 
     def at(
-        self, positions: Ids, values: Sequence[Value], *, rounds_otherwise: bool = False
+        self, positions: Ids, values: Sequence[Value], *, last_bits: int = 0
     ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
         needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             some = positions[begin : begin + step]
-            arrays = evaluate(self.graph, self.fed(needed, some), values, rounds_otherwise=rounds_otherwise)
+            arrays = evaluate(self.graph, self.fed(needed, some), values, last_bits=last_bits)
             yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in arrays]
 
 

@@ -270,11 +270,10 @@ def _constant(reading: ReadGraph, value: Value) -> Term | None:
     if tensor.elements == 1:
         number = float(evaluate(reading.graph, {}, [value])[0].reshape(-1)[0])
         if computes_with_rounded(reading.graph, [value]):
-            other = float(evaluate(reading.graph, {}, [value], rounds_otherwise=True)[0].reshape(-1)[0])
-            if not math.isclose(number, other, rel_tol=_OTHER_ROUNDING):
-                raise UnreadableError(
-                    f"computes {number:.6g} of what hardware rounds in ways of its own, or {other:.6g}"
-                )
+            for last_bits in (1, -1):
+                other = float(evaluate(reading.graph, {}, [value], last_bits=last_bits)[0].reshape(-1)[0])
+                if not math.isclose(number, other, rel_tol=_OTHER_ROUNDING):
+                    raise UnreadableError(f"computes {number:.6g}, and {other:.6g} on hardware that rounds otherwise")
         stored = source_through(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
         return replace(reading.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
     if value.producer is None:

@@ -91,7 +91,7 @@ class Rotation:
         """Equal for equal rotations of heads of one size."""
         return self.number.shape, self.number.tobytes(), self.by.tobytes()
 
-    def at(self, positions: Ids | None = None, *, rounds_otherwise: bool = False) -> Iterator[tuple[Ids, list[Floats]]]:
+    def at(self, positions: Ids | None = None, *, last_bits: int = 0) -> Iterator[tuple[Ids, list[Floats]]]:
         """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None.
 
         What is the same for several is one array.
@@ -104,7 +104,7 @@ class Rotation:
         # Most often both halves are turned by the same numbers.
         distinct = {each.key: each for each in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
-        for some, tables in self.positions.at(everywhere, values, rounds_otherwise=rounds_otherwise):
+        for some, tables in self.positions.at(everywhere, values, last_bits=last_bits):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
             coefficients = {key: each.over(table) for key, each in distinct.items()}
             yield some, [coefficients[each.key] for each in sums]

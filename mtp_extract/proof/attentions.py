@@ -83,22 +83,22 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
         )
     frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # What is computed of a power or an exponential must not hang on its last bit, which hardware rounds otherwise.
-    roundings = (False, True) if computes_with_rounded(graph, layer.rotation.values) else (False,)
-    for rounds_otherwise in roundings:
-        apart = _apart(layer, frequencies_in_use, doubt, rounds_otherwise)
+    for last_bits in (0, 1, -1) if computes_with_rounded(graph, layer.rotation.values) else (0,):
+        apart = _apart(layer, frequencies_in_use, doubt, last_bits)
         # Exporters that store a table compute it in float64.
-        if apart and _apart(layer, exact, doubt, rounds_otherwise):
-            raise ProofError(f"layers.{index}.attention: {apart}.")
+        if apart and _apart(layer, exact, doubt, last_bits):
+            where = ", on hardware that rounds powers and sines otherwise" if last_bits else ""
+            raise ProofError(f"layers.{index}.attention: {apart}{where}.")
     return held_in
 
 
-def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, rounds_otherwise: bool) -> str:
+def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, last_bits: int) -> str:
     """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
-    for positions, computed in layer.rotation.at(rounds_otherwise=rounds_otherwise):
+    for positions, computed in layer.rotation.at(last_bits=last_bits):
         # Positions last, as the graph's own numbers lie in memory.
         angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
         allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * frequencies_in_use
-        if rounds_otherwise:
+        if last_bits:
             allowed = allowed * np.float32(_OF_OTHER_ROUNDING)
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             wanted = function(angle).astype(np.float32)

@@ -33,8 +33,8 @@ class Tables:
     def elements(self, value: Any) -> np.ndarray:
         return np.arange(1, self.count)
 
-    def at(self, positions: Any, values: Any, *, rounds_otherwise: bool) -> Any:
-        assert not rounds_otherwise
+    def at(self, positions: Any, values: Any, *, last_bits: int) -> Any:
+        assert not last_bits
         yield positions, [self.table[positions]]
 
 
