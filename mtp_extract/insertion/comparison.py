@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mtp_extract.bundle import Opened
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insertion.base import check_base, find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.encoding import least_lost
+from mtp_extract.insertion.encoding import least_lost, sum_squares
 from mtp_extract.insertion.plan import MOST_LOST
 from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
 from mtp_extract.litertlm.storage import Floats
@@ -169,7 +168,7 @@ def _look_at(slot: Slot, first: int, last: int, wanted: Floats, stored: Floats, 
     count, wrong, steps = _Grid.of(slot, first, last).compare(wanted, stored, apart, wrong)
     rows = 0
     if not wrong:
-        lost, sizes = (_squares_by_scale(slot, numbers) for numbers in (apart, wanted))
+        lost, sizes = (sum_squares(slot.storage.by_scale(numbers)) for numbers in (apart, wanted))
         is_ruined = lost > _MOSTLY**2 * sizes
         if is_ruined.any() or difference > MOST_LOST**2 * size:
             best = least_lost(slot, wanted, lost, first, last)
@@ -186,15 +185,6 @@ def _float_slack(slot: Slot, wanted: Floats) -> Floats | float:
     slack: Floats = np.abs(wanted) * np.float32(share + DTYPES[slot.dtype].roundoff)
     np.maximum(slack, np.float32(least / abs(slot.stored.factor)), out=slack)
     return slack
-
-
-def _squares_by_scale(slot: Slot, rows: Floats) -> npt.NDArray[np.float64]:
-    """Of the numbers that share a scale the sum of their squares."""
-    by_scale = slot.storage.by_scale(rows)
-    sums = np.einsum("rgc,rgc->g", by_scale, by_scale)
-    if not np.isfinite(sums).all():
-        sums = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)
-    return np.asarray(sums, np.float64)
 
 
 @dataclass(frozen=True)

@@ -430,7 +430,12 @@ def _rounding_of(storage: Storage, steps: Floats, within: bool = False) -> Float
 
 def _squares_by_group(scales: Scales, steps: Floats) -> _Doubles:
     """Of each group the sum of the squares of distances in ``steps``, as those of numbers."""
-    sums: _Doubles = np.einsum("rgc,rgc->g", steps, steps)
+    return sum_squares(steps) * np.square(scales.step.astype(np.float64))
+
+
+def sum_squares(by_scale: Floats) -> _Doubles:
+    """Of each group of ``by_scale``, ``[repeats, groups, columns]``, the sum of the squares of its numbers."""
+    sums = np.einsum("rgc,rgc->g", by_scale, by_scale)
     if not np.isfinite(sums).all():
-        sums = np.einsum("rgc,rgc->g", steps, steps, dtype=np.float64)
-    return sums * np.square(scales.step.astype(np.float64))
+        sums = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)
+    return np.asarray(sums, np.float64)

@@ -235,7 +235,7 @@ class Storage:
 
     def coded(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
         """The codes of ``values`` with these scales and zero points, as :meth:`quantized` gives them."""
-        # With a scale of 0 every code is 0.
+        # By a scale of 0 every code stands for 0, and nothing can be divided.
         codes: npt.NDArray[Any] = self.by_scale(values) / np.where(scale > 0, scale, np.float32(1))[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
