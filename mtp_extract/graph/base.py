@@ -256,15 +256,17 @@ class _Base(Blocks):
 
     def _take_values(self, name: str, fed: Expr, value_norm: Norm | None) -> None:
         """V is normed without a weight, and computed of ``fed``, as K is."""
-        weight = None if value_norm is None else value_norm.weight
-        vector = weight.parts[0] if weight is not None and weight.kind == "tiled" else weight
-        is_stored = vector is not None and vector.kind == "weight"
-        is_ones = vector is None or (is_stored and bool((self.graph.floats(vector.parts[0]) == 1).all()))
-        if value_norm is None or not is_ones:
+        if value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
         self.eps.add(float(f"{value_norm.eps:.6g}"))
         if self.linear(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
             raise RoleError(f"{name}.v_proj does not read what k_proj reads.")
+
+    def _is_ones(self, weight: Expr | None) -> bool:
+        if weight is None:
+            return True
+        vector = weight.parts[0] if weight.kind == "tiled" else weight
+        return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
 
 
 def _undecided(role: FoundRole) -> FoundRole:

@@ -179,7 +179,8 @@ class _Arrived:
         """Raise a ServerError where an answer of up to ``asked`` tokens cannot have the counts that came with it."""
         most = asked + _BEYOND_LIMIT
         # A text is at least one token.
-        is_possible = bool(self.texts) <= (1 if self.tokens is None else self.tokens) <= most
+        least = 1 if self.texts else 0
+        is_possible = self.tokens is None or least <= self.tokens <= most
         if not is_possible or (self.counted and not self.counted.possible(most)):
             counts = f"{self.tokens} tokens, {self.counted}"
             raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")

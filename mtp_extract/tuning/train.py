@@ -223,8 +223,17 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Ten
     objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
     within = choosing if objective.keys() == {"ce"} else counted_drafts(batch, plan.draft_steps, greedy=False)
-    aims = (positions[within], choices, _base_logits(pair, batch), weight, choosing[within])
-    return TrainingRows(*aims, objective, cap, plan.temperature or 1.0), within
+    rows = TrainingRows(
+        positions[within],
+        choices,
+        _base_logits(pair, batch),
+        weight,
+        choosing[within],
+        objective,
+        cap,
+        plan.temperature or 1.0,
+    )
+    return rows, within
 
 
 def _base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
