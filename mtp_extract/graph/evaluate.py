@@ -407,7 +407,8 @@ def _by_a_last_bit(results: Array, direction: int, seed: int) -> Array:
     other: Array = np.nextafter(
         results, np.where(rises, np.float32(direction * np.inf), np.float32(-direction * np.inf))
     )
-    return np.where(np.isfinite(other), other, results)
+    # What overflows does so by more than a last bit, and is infinite everywhere.
+    return np.where(np.isinf(results), results, other)
 
 
 def _check_bits(call: Call) -> None:
