@@ -197,7 +197,7 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
     return None
 
 
-def mtp_shapes(config: DrafterConfig) -> Shapes:
+def list_mtp_shapes(config: DrafterConfig) -> Shapes:
     """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
     head = config.ordered_head
     sizes = {
@@ -226,7 +226,7 @@ def describe_mtp(geometry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def mtp_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
+def choose_mtp_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
     """A block for each engine that loads the directory, and how to come to llama.cpp, which loads a file of its own."""
     return [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
 
@@ -236,11 +236,11 @@ MTP = Architecture(
     title="MTP drafter",
     long_title="multi-token prediction (MTP) drafter",
     config=DrafterConfig,
-    shapes=mtp_shapes,
+    shapes=list_mtp_shapes,
     network="mtp_extract.drafter.mtp:MtpDrafter",
     describe=describe_mtp,
     tags=("multi-token-prediction", "mtp", "litert-lm"),
-    serving=mtp_serving,
+    serving=choose_mtp_serving,
     pair_role="mtp_drafter",
     known_as=lambda config: (known_drafter(config) or {}).get("name"),
     is_bundled=True,

@@ -82,7 +82,7 @@ class Eagle3Config:
         return {**dataclasses.asdict(self), "base_layers": list(self.base_layers)}
 
 
-def eagle3_shapes(config: Eagle3Config) -> Shapes:
+def list_eagle3_shapes(config: Eagle3Config) -> Shapes:
     """The roles of a head of this shape, in order, each with the shape of its tensor."""
     sizes = {
         "hidden": config.hidden_size,
@@ -118,7 +118,7 @@ def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def eagle3_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
+def choose_eagle3_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
     """A block for each engine that loads the directory, and for llama.cpp, which converts it.
 
     llama.cpp knows no head that feeds back what leaves its final norm.
@@ -132,10 +132,10 @@ EAGLE3_HEAD = Architecture(
     title="EAGLE-3 head",
     long_title="EAGLE-3 head",
     config=Eagle3Config,
-    shapes=eagle3_shapes,
+    shapes=list_eagle3_shapes,
     network="mtp_extract.drafter.eagle3:Eagle3Drafter",
     describe=describe_eagle3,
     tags=("eagle3",),
-    serving=eagle3_serving,
+    serving=choose_eagle3_serving,
     pair_role="eagle3_head",
 )

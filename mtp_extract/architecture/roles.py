@@ -69,11 +69,11 @@ def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str =
     # Those of a layer stand together.
     of_layers = [role for role in table if role.name.startswith(_LAYERS)]
     first = table.index(of_layers[0])
-    filled = [_in_layer(role, layer) for layer in range(num_layers) for role in of_layers]
+    filled = [_fill_in_layer(role, layer) for layer in range(num_layers) for role in of_layers]
     return (*table[:first], *filled, *table[first + len(of_layers) :])
 
 
-def _in_layer(role: Role, layer: int) -> Role:
+def _fill_in_layer(role: Role, layer: int) -> Role:
     """A ``role`` of the table, with the number of its layer for ``{i}``."""
     name, *patterns = (text.replace("{i}", str(layer)) for text in (role.name, *role.published_names))
     names = {format_: name.replace("{i}", str(layer)) for format_, name in role.names.items()}

@@ -27,9 +27,12 @@ LARGEST_COMPUTED = 1 << 22
 """Elements of what is computed of smaller operands: as many slots as caches have, a few times."""
 _MOST_AXES = 64  # NumPy's own bound
 
-_EXACT = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
+_EXACT_TYPES = (np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
 NUMPY_TYPES: MappingProxyType[TensorType | None, type[np.generic]] = MappingProxyType(
-    {**dict.fromkeys(FLOAT_TYPES, np.float32), **{TensorType[np.dtype(kind).name.upper()]: kind for kind in _EXACT}}
+    {
+        **dict.fromkeys(FLOAT_TYPES, np.float32),
+        **{TensorType[np.dtype(kind).name.upper()]: kind for kind in _EXACT_TYPES},
+    }
 )
 """NumPy types of tensors without a scale; half precision is computed in float32."""
 
@@ -68,13 +71,13 @@ def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     # By LiteRT's rule INT16 has none: some kernels refuse it, others ignore it.
-    lowest, highest = (0, 0) if tensor.type is TensorType.INT16 else code_range(tensor.type)
+    lowest, highest = (0, 0) if tensor.type is TensorType.INT16 else find_code_limits(tensor.type)
     if not (0 < scale < math.inf and lowest <= zero_point <= highest):
         raise FormatError(f"{tensor.label} has the scale {scale:g} and the zero point {zero_point}: it is damaged.")
     return scale, zero_point
 
 
-def code_range(kind: TensorType) -> tuple[int, int]:
+def find_code_limits(kind: TensorType) -> tuple[int, int]:
     """The smallest and the largest code of a type of integers."""
     bits = ELEMENT_BITS[kind]
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -88,7 +91,7 @@ def range_of_codes(tensor: Tensor) -> tuple[float, float] | None:
     if activation is None or tensor.type is None:
         return None
     scale, zero_point = activation
-    lowest, highest = code_range(tensor.type)
+    lowest, highest = find_code_limits(tensor.type)
     return (lowest - zero_point) * scale, (highest - zero_point) * scale
 
 
@@ -146,7 +149,7 @@ class Call:
         """The option in ``slot``; the schema's default where it is not stored."""
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
-    def numbers(self, slot: int) -> tuple[int, ...]:
+    def read_axes(self, slot: int) -> tuple[int, ...]:
         """The option in ``slot``, a vector of int32: a shape, or axes; a FormatError if it is longer than any shape."""
         if self.node.op.options is None:
             return ()
@@ -156,7 +159,7 @@ class Call:
         # No further element of the model: what evaluates asks for it again and again.
         return tuple(np.frombuffer(stored.bytes(), "<i4").tolist())
 
-    def tensor(self, position: int) -> Tensor:
+    def input_tensor(self, position: int) -> Tensor:
         """The tensor that the operator itself names as input ``position``."""
         return self.graph.model.tensor(self.node.op.subgraph, self.node.op.inputs[position])
 

@@ -37,11 +37,11 @@ from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.storage import FLOAT_TYPES, widened
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-_AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
-_COST_OF_A_VALUE = 1 << 10  # what a value costs besides its elements, in elements
+_ELEMENTS_AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
+_COST_PER_VALUE = 1 << 10  # what a value costs besides its elements, in elements
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
-_ROUNDED = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
-_SURE = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
+_ROUNDED_KINDS = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
+_SAFE_LIMIT = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
 
 
 # Operators that move elements: plain arrays of any dtype, numbers, numbers of elements, or records.
@@ -66,7 +66,7 @@ def _slice(call: Call, x: Array, begin: Array, size: Array) -> Array:
     return x[tuple(map(slice, starts, ends))]
 
 
-def _strided_slice(call: Call, x: Array, begin: Array, end: Array, strides: Array) -> Array:
+def _slice_with_strides(call: Call, x: Array, begin: Array, end: Array, strides: Array) -> Array:
     no_begin, no_end, ellipsis, new_axis, drops = (call.option(slot, "i") for slot in range(5))
     if ellipsis or new_axis or call.option(5, "?", False):
         raise call.refuse("adds axes, or counts its ends from its begins")
@@ -90,7 +90,7 @@ def _gather(call: Call, x: Array, chosen: Array) -> Array:
     return np.take(x, chosen, axis)
 
 
-def _joined(join: Callable[..., Array], slot: int) -> Kernel:
+def _make_joining_kernel(join: Callable[..., Array], slot: int) -> Kernel:
     def kernel(call: Call, *operands: Array) -> Array:
         call.check_size(sum(x.size for x in operands))
         return join(operands, call.option(slot, "i"))
@@ -99,25 +99,25 @@ def _joined(join: Callable[..., Array], slot: int) -> Kernel:
 
 
 def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
-    sizes = list(call.numbers(0)) if shape is None else ints(shape)
+    sizes = list(call.read_axes(0)) if shape is None else ints(shape)
     if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
         raise call.refuse(f"gives its operand the shape {sizes}")
     return x.reshape(sizes)
 
 
-_ALL = tuple(range(256))
+_ALL_OPERANDS = tuple(range(256))
 _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
-    "CONCATENATION": (_ALL, _joined(np.concatenate, 0)),
+    "CONCATENATION": (_ALL_OPERANDS, _make_joining_kernel(np.concatenate, 0)),
     "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, ints(axis)[0])),
     "FILL": ((1,), _fill),
     "GATHER": ((0,), _gather),
-    "PACK": (_ALL, _joined(np.stack, 1)),
+    "PACK": (_ALL_OPERANDS, _make_joining_kernel(np.stack, 1)),
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), ints(axis)[0]))),
-    "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.numbers(0) or None)),
-    "STRIDED_SLICE": ((0,), _strided_slice),
+    "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.read_axes(0) or None)),
+    "STRIDED_SLICE": ((0,), _slice_with_strides),
     "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, ints(order))),
     "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.option(1, "i"), 0))),
 }
@@ -130,7 +130,7 @@ LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
 # Operators that compute.
 
 
-def _within(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
+def _cast_exactly(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
     """Integers as ``kind``; refused where it does not hold them."""
     limits = np.iinfo(kind)
     if values.size and not (values.min() >= limits.min and values.max() <= limits.max):
@@ -138,20 +138,20 @@ def _within(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
     return values.astype(kind)
 
 
-def _whole(call: Call, function: Callable[..., Any], *operands: Array) -> Array:
+def _compute_integers(call: Call, function: Callable[..., Any], *operands: Array) -> Array:
     """What ``function`` makes of integers, in their own type; what divides by zero is refused with what wraps."""
-    if not (np.abs(function(*(x.astype(np.float64) for x in operands))) < _SURE).all():
+    if not (np.abs(function(*(x.astype(np.float64) for x in operands))) < _SAFE_LIMIT).all():
         raise call.refuse("makes integers that int64 does not hold")
-    return _within(call, function(*(x.astype(np.int64) for x in operands)), operands[0].dtype)
+    return _cast_exactly(call, function(*(x.astype(np.int64) for x in operands)), operands[0].dtype)
 
 
-def _elementwise(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
+def _make_elementwise_kernel(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
     """An operator of ``count`` operands of one type; ``on_integers`` where it makes integers of integers."""
 
     def kernel(call: Call, *operands: Array) -> Array:
         if len(operands) != count:
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
-        names = {call.tensor(i).type_name for i in range(count)}
+        names = {call.input_tensor(i).type_name for i in range(count)}
         types = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
         if names & _SMALL_INTEGERS:
             raise call.refuse(
@@ -160,7 +160,7 @@ def _elementwise(function: Callable[..., Any], count: int, *, on_integers: bool 
         if len(names) > 1 or (types and types != names):
             raise call.refuse(f"mixes {' and '.join(sorted(names | types))}")
         if on_integers and operands[0].dtype.kind != "f":
-            return _whole(call, function, *operands)
+            return _compute_integers(call, function, *operands)
         return np.asarray(function(*operands))
 
     return kernel
@@ -177,15 +177,15 @@ def _cast(call: Call, x: Array) -> Array:
     target = call.node.outputs[0].tensor.type
     kind = np.dtype(NUMPY_TYPES.get(target))
     if target in FLOAT_TYPES - {TensorType.FLOAT32}:
-        return _rounded_to_half(x.astype(np.float32), target)
+        return _round_to_half(x.astype(np.float32), target)
     if kind.kind in "bf" or x.dtype.kind == "b":
         return x.astype(kind)
     if x.dtype.kind == "f":
         raise call.refuse("makes integers of floats")
-    return _within(call, x, kind)
+    return _cast_exactly(call, x, kind)
 
 
-def _rounded_to_half(x: Array, kind: TensorType) -> Array:
+def _round_to_half(x: Array, kind: TensorType) -> Array:
     """float32 numbers, to the nearest of FLOAT16 or BFLOAT16, ties to even; what is not finite stays as it is."""
     if kind is TensorType.FLOAT16:
         return x.astype(np.float16).astype(np.float32)
@@ -194,8 +194,8 @@ def _rounded_to_half(x: Array, kind: TensorType) -> Array:
     return np.where(np.isfinite(x), upper.view(np.float32), x)
 
 
-def _batch_matmul(call: Call, first: Array, other: Array) -> Array:
-    if {call.tensor(0).type, call.tensor(1).type} != {TensorType.FLOAT32}:
+def _multiply_matrices(call: Call, first: Array, other: Array) -> Array:
+    if {call.input_tensor(0).type, call.input_tensor(1).type} != {TensorType.FLOAT32}:
         raise call.refuse("multiplies matrices of other types than FLOAT32")
     a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((first, other)))
     call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -205,19 +205,30 @@ def _batch_matmul(call: Call, first: Array, other: Array) -> Array:
 _FUNCTIONS: tuple[np.ufunc, ...] = (np.cos, np.exp, np.log, np.sin, np.sqrt, np.maximum, np.minimum, np.equal)
 _FUNCTIONS += (np.not_equal, np.greater, np.greater_equal, np.less, np.less_equal)
 _FUNCTIONS += (np.logical_not, np.logical_and, np.logical_or)
-_WHOLE = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.multiply, "NEG": np.negative}
-_WHOLE |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
+_INTEGER_FUNCTIONS = {
+    "ABS": np.abs,
+    "ADD": np.add,
+    "FLOOR_DIV": np.floor_divide,
+    "MUL": np.multiply,
+    "NEG": np.negative,
+}
+_INTEGER_FUNCTIONS |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
 _ELEMENTWISE: dict[str, Kernel] = {
-    **{function.__name__.upper(): _elementwise(function, function.nin) for function in _FUNCTIONS},
-    **{kind: _elementwise(function, function.nin, on_integers=True) for kind, function in _WHOLE.items()},
+    **{function.__name__.upper(): _make_elementwise_kernel(function, function.nin) for function in _FUNCTIONS},
+    **{
+        kind: _make_elementwise_kernel(function, function.nin, on_integers=True)
+        for kind, function in _INTEGER_FUNCTIONS.items()
+    },
     "CAST": _cast,
-    "DIV": _elementwise(np.divide, 2),
-    "RSQRT": _elementwise(lambda x: 1 / np.sqrt(x), 1),
+    "DIV": _make_elementwise_kernel(np.divide, 2),
+    "RSQRT": _make_elementwise_kernel(lambda x: 1 / np.sqrt(x), 1),
     "DEQUANTIZE": lambda call, x: x,
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
 }
 _MOVING = {kind: kernel for kind, (_, kernel) in _LAYOUT.items()}
-KERNELS: MappingProxyType[str, Kernel] = MappingProxyType({**_MOVING, **_ELEMENTWISE, "BATCH_MATMUL": _batch_matmul})
+KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
+    {**_MOVING, **_ELEMENTWISE, "BATCH_MATMUL": _multiply_matrices}
+)
 """Kind → kernel. What is not here is refused."""
 
 ELEMENTWISE = frozenset(_ELEMENTWISE)
@@ -247,7 +258,7 @@ def inputs_of(values: Sequence[Value]) -> frozenset[str]:
 def is_rounded(node: Node) -> bool:
     """Whether the last bits of its result depend on who computes it; of a BOOL's logarithm, −∞ or 0, they do not."""
     if node.kind != "LOG":
-        return node.kind in _ROUNDED and node.outputs[0].tensor.type in FLOAT_TYPES
+        return node.kind in _ROUNDED_KINDS and node.outputs[0].tensor.type in FLOAT_TYPES
     maker = node.operand(0).producer
     return maker is None or maker.kind != "CAST" or maker.operand(0).tensor.type is not TensorType.BOOL
 
@@ -256,7 +267,7 @@ def computes_with_rounded(graph: FlatGraph, values: Iterable[Value]) -> bool:
     """Whether, on the way to ``values``, something is computed of a result that is rounded as :func:`is_rounded` says,
     and it is not only moved or converted."""
     rounded = set[int]()
-    for node in _nodes_of(graph, (source for value in values for source in ancestors(value))):
+    for node in _list_producers(graph, (source for value in values for source in ancestors(value))):
         reads_rounded = any(id(operand) in rounded for operand in node.inputs)
         if reads_rounded and node.kind not in LAYOUT and node.kind not in CONVERSIONS:
             return True
@@ -292,47 +303,50 @@ def evaluate(
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(overrides))}
-    nodes = _nodes_of(graph, (value for key, value in reached.items() if key not in overrides))
+    nodes = _list_producers(graph, (value for key, value in reached.items() if key not in overrides))
     samples = max(map(len, inputs.values()), default=1)
-    step = max(1, _AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)]))
-    _spend(graph, wanted[0], reached.values(), samples, step)
+    step = max(
+        1, _ELEMENTS_AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)])
+    )
+    _charge_budget(graph, wanted[0], reached.values(), samples, step)
 
     shared = {key: np.moveaxis(array, 0, -1) for key, array in overrides.items()}
     parts = [
-        _Samples(graph, fed, dict(shared), last_bits).compute(nodes, wanted) for fed in _split(inputs, samples, step)
+        _SampleBatch(graph, fed, dict(shared), last_bits).compute(nodes, wanted)
+        for fed in _split_samples(inputs, samples, step)
     ]
     several = {name for name, array in inputs.items() if len(array) > 1}
     return [
-        _join(pieces if several & inputs_of([value]) else pieces[:1])
+        _join_samples(pieces if several & inputs_of([value]) else pieces[:1])
         for value, pieces in zip(wanted, zip(*parts, strict=True), strict=True)
     ]
 
 
-def _split(inputs: Mapping[str, Array], samples: int, step: int) -> Iterator[dict[str, Array]]:
+def _split_samples(inputs: Mapping[str, Array], samples: int, step: int) -> Iterator[dict[str, Array]]:
     """``inputs`` of ``step`` samples at a time, which are the last axis from here on."""
     by_sample = {name: np.moveaxis(array, 0, -1) for name, array in inputs.items()}
     for at in range(0, samples, step):
         yield {name: a[..., at : at + step] if a.shape[-1] > 1 else a for name, a in by_sample.items()}
 
 
-def _join(pieces: Sequence[Array]) -> Array:
+def _join_samples(pieces: Sequence[Array]) -> Array:
     """The samples of ``pieces``, as the first axis again."""
     return np.moveaxis(np.concatenate(pieces, -1) if len(pieces) > 1 else pieces[0], -1, 0)
 
 
-def _nodes_of(graph: FlatGraph, values: Iterable[Value]) -> list[Node]:
+def _list_producers(graph: FlatGraph, values: Iterable[Value]) -> list[Node]:
     """The operators that compute ``values``, in the order of execution."""
     # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
     producers = {value.producer for value in values if value.producer is not None}
-    return sorted(producers, key=graph.place_of.__getitem__)
+    return sorted(producers, key=graph.execution_order.__getitem__)
 
 
-def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples: int, step: int) -> None:
+def _charge_budget(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples: int, step: int) -> None:
     """Count what is computed of ``reached`` against the budget of the graph; ``step`` samples side by side."""
     # What no sample decides is computed once a step.
     steps = -(-samples // step)
     numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached)
-    graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_OF_A_VALUE
+    graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_PER_VALUE
     if graph.computed.elements < 0:
         raise UnsupportedError(
             f"{wanted.label}: more numbers are computed of positions and constants than in any drafter's graph, so it "
@@ -340,7 +354,7 @@ def _spend(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples:
         )
 
 
-class _Samples:
+class _SampleBatch:
     """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
 
     def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array], last_bits: int) -> None:
@@ -366,7 +380,7 @@ class _Samples:
         if value.unproduced:
             raise RoleError(f"{value.label} is read, and no op computes it: an op was lost after the graph was made.")
         if value.input_name is None:
-            return self.arrays.setdefault(id(value), _constant(self.graph, value.tensor)[..., None])
+            return self.arrays.setdefault(id(value), _read_constant(self.graph, value.tensor)[..., None])
         if value.input_name not in self.inputs:
             raise UnsupportedError(f"The input {escape(value.input_name)!r} is none that this release can fill.")
         return self.inputs[value.input_name]
@@ -377,15 +391,17 @@ class _Samples:
             raise call.refuse("is no operator that this release can evaluate")
         if node.op.activation:
             raise call.refuse(f"has the fused activation {node.op.activation}")
-        _check_bits(call)
+        _check_few_bits(call)
         operands = [self._read(node.operand(position)) for position in range(len(node.inputs))]
         with computing(node.op.label):
-            results = _computed(call, operands)
+            results = _run_kernel(call, operands)
         if self.last_bits and is_rounded(node):
-            results = tuple(_by_a_last_bit(result, self.last_bits, self.graph.place_of[node]) for result in results)
-        self._keep(call, results)
+            results = tuple(
+                _move_last_bits(result, self.last_bits, self.graph.execution_order[node]) for result in results
+            )
+        self._store(call, results)
 
-    def _keep(self, call: Call, results: Sequence[Array]) -> None:
+    def _store(self, call: Call, results: Sequence[Array]) -> None:
         """Know the results of an operator, which have the types and shapes that the file says."""
         outputs = call.node.outputs
         if len(results) != len(outputs):
@@ -401,7 +417,7 @@ class _Samples:
             self.arrays[id(value)] = array
 
 
-def _by_a_last_bit(results: Array, direction: int, seed: int) -> Array:
+def _move_last_bits(results: Array, direction: int, seed: int) -> Array:
     """Floats as other hardware may round them: the next one above or below each, by ``direction`` the one or other."""
     rises = np.random.default_rng(seed).integers(0, 2, results.shape, np.uint8).astype(bool)
     other: Array = np.nextafter(
@@ -411,13 +427,13 @@ def _by_a_last_bit(results: Array, direction: int, seed: int) -> Array:
     return np.where(np.isinf(results), results, other)
 
 
-def _check_bits(call: Call) -> None:
+def _check_few_bits(call: Call) -> None:
     """Check that numbers of few bits become float32 before anything is computed of them. Those of half precision may
     also be made of floats, and moved.
     """
     kind = call.node.kind
     results = [value.tensor for value in call.node.outputs]
-    operands = [call.tensor(position) for position in range(len(call.node.inputs))]
+    operands = [call.input_tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*operands, *results))):
         return
     is_widened = not any(map(has_few_bits, results))
@@ -434,7 +450,7 @@ def _check_bits(call: Call) -> None:
         raise call.refuse("computes with numbers of few bits")
 
 
-def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
+def _run_kernel(call: Call, operands: list[Array]) -> tuple[Array, ...]:
     """The results of an operator."""
     kind = call.node.kind
     counts = [x.shape[-1] for x in operands]
@@ -446,13 +462,13 @@ def _computed(call: Call, operands: list[Array]) -> tuple[Array, ...]:
         call.check_size(*np.broadcast_shapes(*(x.shape[:-1] for x in operands)))
         return (KERNELS[kind](call, *operands),)
     if kind in LAYOUT and all(count == 1 for position, count in enumerate(counts) if position not in places):
-        return _moved(call, operands, places)
+        return _move_records(call, operands, places)
     if kind == "GATHER" and counts[0] == 1:
-        return (_looked_up(call, *operands),)
-    return _computed_one_by_one(call, operands, max(counts))
+        return (_gather_per_sample(call, *operands),)
+    return _run_per_sample(call, operands, max(counts))
 
 
-def _computed_one_by_one(call: Call, operands: Sequence[Array], samples: int) -> tuple[Array, ...]:
+def _run_per_sample(call: Call, operands: Sequence[Array], samples: int) -> tuple[Array, ...]:
     """The results of an operator that runs once a sample."""
     kernel = KERNELS[call.node.kind]
     results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(samples)]
@@ -460,7 +476,7 @@ def _computed_one_by_one(call: Call, operands: Sequence[Array], samples: int) ->
     return tuple(np.stack(arrays, -1) for arrays in arrays_by_output)
 
 
-def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:
+def _move_records(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:
     """Elements as records of what they are in all samples."""
     samples, dtype = max(x.shape[-1] for x in operands), operands[moved[0]].dtype
     if any(x.dtype != dtype for i, x in enumerate(operands) if i in moved):
@@ -477,13 +493,13 @@ def _moved(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[A
     return tuple(np.asarray(each, order="C")[..., None].view(dtype) for each in results)
 
 
-def _looked_up(call: Call, table: Array, chosen: Array) -> Array:
+def _gather_per_sample(call: Call, table: Array, chosen: Array) -> Array:
     """What every sample takes of one table: the samples are one more axis of what is chosen, its first."""
     picked = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
     return np.moveaxis(picked, call.option(0, "i") % (table.ndim - 1), -1)
 
 
-def _constant(graph: FlatGraph, tensor: Tensor) -> Array:
+def _read_constant(graph: FlatGraph, tensor: Tensor) -> Array:
     """A constant, ``[*shape]``: floats widened, codes with scales as the real numbers that they stand for."""
     kind, quantization = NUMPY_TYPES.get(tensor.type), tensor.quantization
     if tensor.elements == 0:

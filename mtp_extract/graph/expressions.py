@@ -48,8 +48,8 @@ class Expr:
     sum         a frozenset of (expression, factor)
     groups      expression, width: the sum of every ``width`` elements
     function    name, factor, expression: the function of factor × expression, element by element
-    each        expression, times: every element ``times`` in a row
-    tiled       expression, times: all elements, ``times`` in a row
+    each        expression, times: every element ``format_multiple`` in a row
+    tiled       expression, times: all elements, ``format_multiple`` in a row
     part        expression, the bytes of the int64 numbers of its elements
     mixed       the scores of an attention, the name of V, its axes and its window: what heads mix of V
     unread      the :class:`Value` of what is not looked into, and why
@@ -64,20 +64,20 @@ class Expr:
 
     def __str__(self) -> str:
         """As algebra, outermost first and shortened where it goes deep: ``norm(0.5·M[64,128]·activations)·w[64]``."""
-        text = _algebra(self, _DEEPEST_SHOWN)
+        text = _format_expr(self, _DEEPEST_SHOWN)
         return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
 
     @property
     def terms(self) -> dict[Expr, float]:
         """Of a sum, the factor of each expression."""
-        return self._parts_of("sum")
+        return self._sort_parts("sum")
 
     @property
     def powers(self) -> dict[Expr, float]:
         """Of a product, the power of each expression."""
-        return self._parts_of("product")
+        return self._sort_parts("product")
 
-    def _parts_of(self, kind: str) -> dict[Expr, float]:
+    def _sort_parts(self, kind: str) -> dict[Expr, float]:
         if self.kind != kind:
             return {self: 1.0}
         return dict(sorted(self.parts[0], key=lambda part: part[0].number))
@@ -149,7 +149,7 @@ class Expressions:
     # Arithmetic, element by element.
 
     def multiply(self, term: Term, other: Term) -> Term:
-        first, right, ids = self.aligned(term, other)
+        first, right, ids = self._align(term, other)
         powers = first.powers
         for expr, power in right.powers.items():
             powers[expr] = powers.get(expr, 0.0) + power
@@ -163,7 +163,7 @@ class Expressions:
     def add(self, term: Term, other: Term, sign: float = 1.0) -> Term:
         if other.factor == 0 and other.expr is self.one:
             return replace(term, ids=np.broadcast_arrays(term.ids, other.ids)[0])
-        first, right, ids = self.aligned(term, other)
+        first, right, ids = self._align(term, other)
         factors = {first: term.factor}
         factors[right] = factors.get(right, 0.0) + sign * other.factor
         if not all(factor and math.isfinite(factor) for factor in factors.values()):
@@ -200,7 +200,7 @@ class Expressions:
 
     # Elements.
 
-    def aligned(self, term: Term, other: Term) -> tuple[Expr, Expr, Ids]:
+    def _align(self, term: Term, other: Term) -> tuple[Expr, Expr, Ids]:
         """Both as vectors of the same size, element by element, and the order of the result's elements in them."""
         first, right = np.broadcast_arrays(term.ids, other.ids)
         if other.expr is self.one:
@@ -210,13 +210,13 @@ class Expressions:
         if term.expr.size == other.expr.size == first.size and np.array_equal(first, right):
             return term.expr, other.expr, first
         if other.expr.size > term.expr.size:
-            follower, leader, ids = self.aligned(other, term)
+            follower, leader, ids = self._align(other, term)
             return leader, follower, ids
         # The one of more elements leads: its elements stay in their order, and the other's are taken in that order.
-        leader, order, ids = self._led(term.expr, first.reshape(-1))
+        leader, order, ids = self._order_by_leader(term.expr, first.reshape(-1))
         return leader, self.part(other.expr, right.reshape(-1)[order]), ids.reshape(first.shape)
 
-    def _led(self, leader: Expr, ids: Ids) -> tuple[Expr, Ids, Ids]:
+    def _order_by_leader(self, leader: Expr, ids: Ids) -> tuple[Expr, Ids, Ids]:
         """The vector that ``ids`` are elements of, per element of it where it stands in ``ids``, and the other way
         round; of one that does not have every element once, a vector of its own.
         """
@@ -250,7 +250,7 @@ class Expressions:
         return expr, ids
 
 
-def _algebra(expr: Expr, depth: int) -> str:
+def _format_expr(expr: Expr, depth: int) -> str:
     """``expr`` as text; what lies more than ``depth`` steps inside is "…" with its size."""
     if expr.kind == "product" and not expr.parts[0]:
         return "1"
@@ -269,21 +269,22 @@ def _algebra(expr: Expr, depth: int) -> str:
     match expr.kind, expr.parts:
         case "matrix", (weight, inner):
             rows, columns = weight.tensor.shape
-            return f"M[{rows},{columns}]·{_algebra(inner, depth - 1)}"
+            return f"M[{rows},{columns}]·{_format_expr(inner, depth - 1)}"
         case "sum", _:
-            return f"({' + '.join(times(factor, _algebra(e, depth - 1)) for e, factor in expr.terms.items())})"
+            terms = (format_multiple(factor, _format_expr(e, depth - 1)) for e, factor in expr.terms.items())
+            return f"({' + '.join(terms)})"
         case "function", (name, factor, inner):
-            return f"{name.lower()}({times(factor, _algebra(inner, depth - 1))})"
+            return f"{name.lower()}({format_multiple(factor, _format_expr(inner, depth - 1))})"
         case "product", _:
-            return _product(expr, depth)
+            return _format_product(expr, depth)
         case "groups", (inner, width):
-            return f"sum{width}({_algebra(inner, depth - 1)})"
+            return f"sum{width}({_format_expr(inner, depth - 1)})"
         case ("each" | "tiled") as kind, (inner, count):
-            return f"{kind}{count}({_algebra(inner, depth - 1)})"
-    return f"{expr.kind}({_algebra(expr.parts[0], depth - 1)})"
+            return f"{kind}{count}({_format_expr(inner, depth - 1)})"
+    return f"{expr.kind}({_format_expr(expr.parts[0], depth - 1)})"
 
 
-def _product(expr: Expr, depth: int) -> str:
+def _format_product(expr: Expr, depth: int) -> str:
     """A product; over the root of a sum of squares it is a norm."""
 
     def vector(e: Expr) -> Expr:
@@ -298,13 +299,13 @@ def _product(expr: Expr, depth: int) -> str:
     roots = [e for e, p in powers.items() if p == -0.5 and any(term.kind == "groups" for term in vector(e).terms)]
     weights = [e for e, power in powers.items() if power == 1 and vector(e).kind == "weight"]
     normed = [e for e in powers if e not in (*roots, *weights)]
-    factors = {e: raised(_algebra(e, depth - 1), power) for e, power in powers.items()}
+    factors = {e: raised(_format_expr(e, depth - 1), power) for e, power in powers.items()}
     if len(roots) == 1 and normed:
         return "·".join([f"norm({'·'.join(factors[e] for e in normed)})", *(factors[e] for e in weights)])
     return "·".join(factors.values())
 
 
-def times(factor: float, text: str) -> str:
+def format_multiple(factor: float, text: str) -> str:
     """``factor`` times what ``text`` says, as text."""
     if text == "1":
         return f"{factor:.4g}"

@@ -138,7 +138,7 @@ class FlatGraph:
     constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
     # By composite, the epsilon that it says to have. Accelerators compute with it, and not with the body's.
     epsilons: dict[str, float] = field(repr=False)
-    # Name of an input in the signature → its name in ``inputs``, as :func:`runtime_inputs` has it.
+    # Name of an input in the signature → its name in ``inputs``, as :func:`map_input_names` has it.
     input_names: Mapping[str, str] = field(repr=False)
     # How many elements of constants all readers of the graph together may still ask for.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
@@ -146,7 +146,7 @@ class FlatGraph:
     computed: Budget = field(default_factory=lambda: Budget(_COMPUTED), repr=False, compare=False)
 
     @cached_property
-    def place_of(self) -> dict[Node, int]:
+    def execution_order(self) -> dict[Node, int]:
         """By node, its place in the order of execution."""
         return {node: place for place, node in enumerate(self.nodes)}
 
@@ -154,18 +154,18 @@ class FlatGraph:
         """A small floating-point constant, dequantized where it is quantized, flattened; an UnsupportedError if it is
         not small, or of a type that holds no numbers.
         """
-        self._spend(value)
+        self._charge_budget(value)
         return read_floats(self.model, value.tensor).reshape(-1)
 
     def integers(self, value: Value) -> npt.NDArray[Any]:
         """A small integer or bool constant, flattened, in its own type."""
-        self._spend(value)
+        self._charge_budget(value)
         dtype = _INTEGERS.get(value.tensor.type)
         if dtype is None:
             raise UnsupportedError(f"{value.label} should hold integers.")
         return np.frombuffer(self.model.locate(value.tensor).read(), dtype)
 
-    def _spend(self, value: Value) -> None:
+    def _charge_budget(self, value: Value) -> None:
         if value.tensor.elements > _MOST_SMALL_ELEMENTS:
             raise UnsupportedError(f"{value.label} is larger than any table of a drafter.")
         self.budget.elements -= value.tensor.elements + _COST_OF_A_READ
@@ -194,17 +194,17 @@ class _Builder:
         # An input that is left out is a value that nothing computes.
         values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:
-            self._count(op)
-            inputs = tuple(None if i < 0 else self._value(index, i, values) for i in op.inputs)
+            self._check_size(op)
+            inputs = tuple(None if i < 0 else self._get_value(index, i, values) for i in op.inputs)
             if (op.subgraph, op.index) in self.passed:
-                self._pass(op, inputs, values)
-            elif self._opens(op):
-                self._open(op, inputs, values)
+                self._bypass(op, inputs, values)
+            elif self._can_open(op):
+                self._open_composite(op, inputs, values)
             else:
-                self._add(op, inputs, values)
+                self._add_node(op, inputs, values)
         for output in graph.outputs:
             if output >= 0:
-                self._value(index, output, values)
+                self._get_value(index, output, values)
         return values
 
     def _check_no_data(self, graph: Subgraph) -> None:
@@ -212,13 +212,13 @@ class _Builder:
             if index >= 0 and self.model.has_data(tensor := graph.tensors[index]):
                 raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
 
-    def _count(self, op: Operator) -> None:
+    def _check_size(self, op: Operator) -> None:
         """A composite that is read many times is built many times: a small file can describe a huge graph."""
         self.edges += len(op.inputs) + len(op.outputs)
         if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
             raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
 
-    def _value(self, subgraph: int, index: int, values: dict[int, Value]) -> Value:
+    def _get_value(self, subgraph: int, index: int, values: dict[int, Value]) -> Value:
         value = values.get(index)
         if value is None:
             tensor = self.model.tensor(subgraph, index)
@@ -231,13 +231,13 @@ class _Builder:
                 value = values[index] = self.constants.setdefault((subgraph, index), value)
         return value
 
-    def _opens(self, op: Operator) -> bool:
+    def _can_open(self, op: Operator) -> bool:
         if op.composite is None or not 0 < op.body < len(self.model.subgraphs):
             return False
         body = self.model.subgraphs[op.body]
         return bool(body.operators) and len(body.inputs) == len(op.inputs) and len(body.outputs) == len(op.outputs)
 
-    def _pass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+    def _bypass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         """Hand on the one operand of ``op`` that is no constant, as though the operator were not there."""
         if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
             raise UnsupportedError(f"{op.label} hands no operand on: it has not one result.")
@@ -250,7 +250,7 @@ class _Builder:
         chosen[0].tensors.append(tensor)
         values[op.outputs[0]] = chosen[0]
 
-    def _open(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+    def _open_composite(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
             raise RoleError(f"{op.label} contains itself, or composites are nested too deeply.")
         body = self.model.subgraphs[op.body]
@@ -264,9 +264,9 @@ class _Builder:
         for outer, inner in zip(op.outputs, body.outputs, strict=True):
             if outer < 0 or inner < 0:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
-            self._hand_out(op, self._value(op.body, inner, inner_values), outer, values)
+            self._bind_output(op, self._get_value(op.body, inner, inner_values), outer, values)
 
-    def _hand_out(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
+    def _bind_output(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
         """Know ``value``, which the body of the composite ``op`` computed, by its output ``outer``, too."""
         tensor = self.model.tensor(op.subgraph, outer)
         self.handed.append((op, value.tensor, tensor))
@@ -281,18 +281,18 @@ class _Builder:
     def check_composites(self) -> None:
         """Check what composites hand in and out, and what they say of themselves."""
         for op, inner, outer in self.handed:
-            _require_same(op, inner, outer)
+            _check_same_tensor(op, inner, outer)
         for op, scale, cache in self.cache_scales:
-            _require_scale(op, scale, cache)
+            _check_cache_scale(op, scale, cache)
 
     def _note_attributes(self, op: Operator, inputs: tuple[Value | None, ...]) -> None:
-        attributes = self._attributes(op)
+        attributes = self._read_attributes(op)
         if _EPSILON in attributes:
             self.epsilons[op.label] = attributes[_EPSILON]
         if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None and _SCALE in attributes:
             self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
 
-    def _attributes(self, op: Operator) -> Mapping[str, float]:
+    def _read_attributes(self, op: Operator) -> Mapping[str, float]:
         """The numbers that a composite says of itself, of those that are used; many may say the same bytes."""
         stored = op.attributes
         if stored is None or stored.count == 0:
@@ -309,7 +309,7 @@ class _Builder:
                 ) from error
         return self.attributes[place]
 
-    def _add(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
+    def _add_node(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         node = Node(op, inputs, ())
         depends = Depends.CONSTANT
         for position, source in enumerate(inputs):
@@ -329,7 +329,7 @@ class _Builder:
         self.nodes.append(node)
 
 
-def runtime_inputs(inputs: Mapping[str, Tensor]) -> dict[str, str]:
+def map_input_names(inputs: Mapping[str, Tensor]) -> dict[str, str]:
     """By name of a signature's input, that in :attr:`FlatGraph.inputs`: what runtimes hand over, as in ``mask``.
 
     LiteRT-LM knows the same input by several names (``mask`` or ``attn_mask``; ``local_mask``, ``attn_mask_local``,
@@ -359,8 +359,8 @@ def flatten(
             of the subgraph is none of the signature: nobody fills it.
     """
     graph = model.subgraphs[signature.subgraph]
-    names = runtime_inputs({name: graph.tensors[index] for name, index in signature.inputs.items()})
-    arguments = _arguments(graph, signature, names)
+    names = map_input_names({name: graph.tensors[index] for name, index in signature.inputs.items()})
+    arguments = _bind_inputs(graph, signature, names)
     builder = _Builder(model, most_nodes, passed)
     values = builder.build(signature.subgraph, arguments)
     builder.check_composites()
@@ -369,7 +369,7 @@ def flatten(
             f"{unnamed.label} is an input of the graph that the signature {escape(signature.key)!r} does not name: no "
             "runtime fills it."
         )
-    outputs = {name: builder._value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
+    outputs = {name: builder._get_value(signature.subgraph, index, values) for name, index in signature.outputs.items()}
     inputs = {value.input_name: value for value in arguments.values() if value.input_name is not None}
     size = model.region.size + (model.weights.size if model.weights is not None else 0)
     computed = Budget(_COMPUTED + _COMPUTED_PER_BYTE * size)
@@ -379,7 +379,7 @@ def flatten(
     )
 
 
-def _arguments(graph: Subgraph, signature: Signature, names: Mapping[str, str]) -> dict[int, Value]:
+def _bind_inputs(graph: Subgraph, signature: Signature, names: Mapping[str, str]) -> dict[int, Value]:
     """The inputs of ``graph`` by tensor, those of ``signature`` called as ``names`` says; others are not named."""
     by_tensor = {tensor: names[name] for name, tensor in signature.inputs.items()}
     if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
@@ -396,7 +396,7 @@ def _arguments(graph: Subgraph, signature: Signature, names: Mapping[str, str]) 
     return arguments
 
 
-def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
+def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
     """Check that what a composite hands in or out is one tensor on both sides."""
     same = (inner.type_id, tuple(inner.shape)) == (outer.type_id, tuple(outer.shape))
     if same and inner.type not in FLOAT_TYPES:
@@ -409,7 +409,7 @@ def _require_same(op: Operator, inner: Tensor, outer: Tensor) -> None:
         raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
 
 
-def _require_scale(op: Operator, stated: float, cache: Tensor) -> None:
+def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
     """Check that the attribute ``scale`` of a product with a cache is the cache's own scale: accelerators compute with
     the attribute, CPUs with the cache's.
     """

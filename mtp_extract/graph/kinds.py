@@ -34,12 +34,12 @@ def require_kind(graph: FlatGraph) -> None:
     elif written:
         reason = f"K and V of its own: it has the output {escape(written[0])!r}"
     else:
-        reason = _ring_buffers(graph)
+        reason = _find_ring_buffers(graph)
     if reason is not None:
         raise AnotherKindError(f"The signature {escape(graph.signature.key)!r} is {another_kind(reason)}")
 
 
-def _ring_buffers(graph: FlatGraph) -> str | None:
+def _find_ring_buffers(graph: FlatGraph) -> str | None:
     """Where caches of sliding layers are ring buffers, the local mask is as long as these: shorter than the other."""
     lengths = {name: graph.inputs[name].tensor.shape[-1:] for name in (MASK, MASK_LOCAL) if name in graph.inputs}
     if len(set(lengths.values())) > 1:

@@ -31,7 +31,7 @@ class Positions:
 
     def __init__(self, graph: FlatGraph) -> None:
         self.graph = graph
-        self.slots = cache_slots(graph)  # of the caches, and so positions
+        self.slots = count_cache_slots(graph)  # of the caches, and so positions
         self.first_slots: list[Ids] = []  # tables ``[positions]`` of the slots where windows begin
         # The values that meet queries, whose elements are numbered from 1 in this order.
         self.rotating: list[Value] = []
@@ -64,7 +64,7 @@ class Positions:
 
     def elements(self, value: Value) -> Ids:
         """The numbers of the elements of a value that rotates queries; the same for what is computed alike."""
-        value = self._first_alike(value)
+        value = self._find_first_equal(value)
         if id(value) not in self._first:
             self._first[id(value)] = self.count
             self.rotating.append(value)
@@ -75,14 +75,14 @@ class Positions:
         """The values whose elements are among ``elements``."""
         return [value for value in self.rotating if np.isin(self.elements(value), elements).any()]
 
-    def _first_alike(self, value: Value) -> Value:
+    def _find_first_equal(self, value: Value) -> Value:
         """The first value that the same operators compute of the same: layers compute their RoPE one by one."""
         if id(value) not in self._canonical:
-            key = self._key(value)
+            key = self._make_key(value)
             self._canonical[id(value)] = value if key is None else self._same.setdefault(key, value)
         return self._canonical[id(value)]
 
-    def _key(self, value: Value) -> tuple[object, ...] | None:
+    def _make_key(self, value: Value) -> tuple[object, ...] | None:
         node, tensor = value.producer, value.tensor
         if tensor.quantization is not None:
             return None
@@ -92,7 +92,7 @@ class Positions:
         if node is None or node.kind not in _COMPARED:
             return None
         axis = Call(self.graph, node).option(0, "i") if node.kind == "CONCATENATION" else None
-        operands = (None if v is None else id(self._first_alike(v)) for v in node.inputs)
+        operands = (None if v is None else id(self._find_first_equal(v)) for v in node.inputs)
         return tensor.type, *tensor.shape, node.kind, node.op.activation, axis, *operands
 
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
@@ -137,7 +137,7 @@ def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
     return np.asarray(numbers, kind).reshape(-1, *value.tensor.shape)
 
 
-def cache_slots(graph: FlatGraph) -> int:
+def count_cache_slots(graph: FlatGraph) -> int:
     """Slots of the caches: the axis shared with a mask, or with one another; an UnsupportedError if too many."""
     masks = [value.tensor.shape for name, value in graph.inputs.items() if is_mask(name) and value.tensor.shape]
     caches = caches_of(graph.inputs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.graph.drafter import DrafterWalk, read_drafter
-from mtp_extract.graph.expressions import Expr, Term, times
+from mtp_extract.graph.expressions import Expr, Term, format_multiple
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
 from mtp_extract.graph.forms import Cache, Form, QueryTerms, ReadGraph, ScoreView
 from mtp_extract.graph.mask_trees import Score
@@ -38,10 +38,10 @@ def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
     except MtpExtractError as error:
         # What is refused is what a trace is made for.
         why = str(error)
-    return list(_lines(walker, _refused(walker) if why else None, why))
+    return list(_list_lines(walker, _find_refused_value(walker) if why else None, why))
 
 
-def _refused(walker: DrafterWalk) -> Value | None:
+def _find_refused_value(walker: DrafterWalk) -> Value | None:
     """The value at which the reader, or the walk through what it had read, ended; None where there is none such."""
     reading = walker.reading
     if reading.refusal is None:
@@ -50,13 +50,13 @@ def _refused(walker: DrafterWalk) -> Value | None:
     return next((value for value in outputs if id(value) not in reading.forms), None)
 
 
-def _lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[TraceLine]:
+def _list_lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[TraceLine]:
     """The values, up to what could not be read."""
     reading = walker.reading
     roles = {id(role.result): role.role for role in walker.roles if role.result is not None}
     for node in reading.graph.nodes:
         for value in node.outputs:
-            read_as, what = _taken_for(reading, value, roles.get(id(value)))
+            read_as, what = _describe_value(reading, value, roles.get(id(value)))
             if value is refused:
                 read_as = REFUSED
                 # Without its label, which stands in the same line, and without what to do.
@@ -68,7 +68,7 @@ def _lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[Tra
                 return
 
 
-def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
+def _describe_value(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
     form = reading.forms.get(id(value))
     if form is None:
         names = {Depends.POSITION: "position", Depends.MASK: "mask", Depends.POSITION | Depends.MASK: "mask"}
@@ -76,11 +76,11 @@ def _taken_for(reading: ReadGraph, value: Value, role: str | None) -> tuple[str,
     if role is not None:
         return ("product" if isinstance(form, Term) and form.expr.kind == "matrix" else "norm"), role
     if isinstance(form, Term):
-        return _kind_of(form.expr), times(form.factor, str(form.expr))
-    return _inside(form)
+        return _classify_expr(form.expr), format_multiple(form.factor, str(form.expr))
+    return _describe_inside(form)
 
 
-def _kind_of(expr: Expr) -> str:
+def _classify_expr(expr: Expr) -> str:
     if expr.kind == "product":
         return "norm" if -0.5 in expr.powers.values() else "product" if expr.powers else "constant"
     if expr.kind == "sum":
@@ -89,10 +89,10 @@ def _kind_of(expr: Expr) -> str:
     return names.get(expr.kind, expr.kind)
 
 
-def _inside(form: Form) -> tuple[str, str]:
+def _describe_inside(form: Form) -> tuple[str, str]:
     """Of what is inside an attention."""
     if isinstance(form, Cache):
-        return "cache", times(form.factor, escape(form.name))
+        return "cache", format_multiple(form.factor, escape(form.name))
     if isinstance(form, QueryTerms):
         return ("rotated query" if form.by.any() else "query"), str(form.query)
     assert isinstance(form, ScoreView)

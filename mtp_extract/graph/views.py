@@ -29,7 +29,7 @@ class Along(NamedTuple):
     window: int | None
 
 
-def _tangled() -> UnreadableError:
+def _make_error() -> UnreadableError:
     return UnreadableError("moves elements in a way that cannot be followed")
 
 
@@ -63,7 +63,7 @@ class View:
             return Along(None, np.zeros(1, np.int64), None)
         running = np.flatnonzero(self.axes[axis].any(1))
         if running.size != 1:
-            raise _tangled()
+            raise _make_error()
         column = int(running[0])
         label = self.labels[column]
         return Along(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
@@ -72,7 +72,7 @@ class View:
         """The places along ``label`` by the indices of ``axes``, along which nothing else runs."""
         column = self.labels.index(label)
         if not self.running(axes) <= {label}:
-            raise _tangled()
+            raise _make_error()
         places: Ids = self.base[column].reshape((1,) * len(axes))
         for number, axis in enumerate(axes):
             places = places + self.axes[axis][column].reshape([-1 if i == number else 1 for i in range(len(axes))])
@@ -82,7 +82,7 @@ class View:
         """The one axis that ``label`` runs along."""
         axes = [axis for axis in range(len(self.axes)) if label in self.running([axis])]
         if len(axes) != 1:
-            raise _tangled()
+            raise _make_error()
         return axes[0]
 
     def running(self, axes: Sequence[int]) -> set[Label]:
@@ -109,23 +109,23 @@ class View:
         ``outer[i] + remaining[j]``: only so is one a new axis, and the other what is left.
         """
         if math.prod(shape) != math.prod(self.shape):
-            raise _tangled()
-        remaining = self._none()
+            raise _make_error()
+        remaining = self._make_unit_axis()
         queue = list(self.axes)
         axes = list[Ids]()
         for size in shape:
             while remaining.shape[1] % size:
                 remaining = (remaining[:, :, None] + queue.pop(0)[:, None]).reshape(len(remaining), -1)
                 if remaining.shape[1] > _LARGEST_AXIS:
-                    raise _tangled()
+                    raise _make_error()
             table = remaining.reshape(len(remaining), size, -1)
             outer, remaining = table[:, :, 0], table[:, 0]
             if not np.array_equal(table, outer[:, :, None] + remaining[:, None]):
-                raise _tangled()
+                raise _make_error()
             axes.append(outer)
         return replace(self, axes=tuple(axes))
 
-    def _none(self) -> Ids:
+    def _make_unit_axis(self) -> Ids:
         """An axis of one element."""
         return np.zeros((len(self.labels), 1), np.int64)
 
@@ -137,23 +137,25 @@ class View:
         view = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
         for axis, size in enumerate(sizes):
             if view.shape[axis] not in (1, size):
-                raise _tangled()
+                raise _make_error()
             view = view.with_axis(axis, np.tile(view.axes[axis], size // view.shape[axis]))
         return view
 
     def picked(self, axis: int, chosen: Ids) -> View:
         """Some indices of an axis, in any order."""
         if not chosen.size or not ((chosen >= 0) & (chosen < self.shape[axis])).all():
-            raise _tangled()
+            raise _make_error()
         return self.with_axis(axis, self.axes[axis][:, chosen])
 
     def window(self, axis: int, size: int, table: int) -> View:
         """``size`` indices of a whole axis, from where the table ``table`` says."""
         label, places, window = self.along(axis)
         if label is None or window is not None or not np.array_equal(places, np.arange(places.size)):
-            raise _tangled()
+            raise _make_error()
         return replace(self.with_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
 
     def without(self, axis: int, *, keeps: bool) -> View:
         """Reduced over ``axis``, which stays as one element if ``keeps``."""
-        return replace(self, axes=(*self.axes[:axis], *([self._none()] if keeps else []), *self.axes[axis + 1 :]))
+        return replace(
+            self, axes=(*self.axes[:axis], *([self._make_unit_axis()] if keeps else []), *self.axes[axis + 1 :])
+        )
