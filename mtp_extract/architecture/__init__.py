@@ -1,7 +1,7 @@
-"""What a drafter is, as data: its shape, the roles its weights play, and all that is said of its kind.
+"""Describe drafters as data: their config, the roles of their weights, and the facts about each architecture.
 
-:data:`ARCHITECTURES` is the one place that knows which kinds there are. Nothing here reads a file or computes. The
-graph finds these facts, formats write and read them, the network runs them.
+:data:`ARCHITECTURES` lists the architectures. Nothing here reads a checkpoint or computes: the graph finds these facts,
+formats write and read them, the network runs them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from mtp_extract.architecture.eagle3 import EAGLE3_HEAD
 from mtp_extract.architecture.roles import Shapes
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (MTP, EAGLE3_HEAD)}
-"""Every kind of drafter by name."""
+"""Name → architecture."""
 
 
 def architecture_of(config: Config) -> Architecture:
-    """The architecture of a drafter of this shape; KeyError where it is in no row of :data:`ARCHITECTURES`."""
+    """Return the architecture that ``config`` belongs to; raise KeyError if :data:`ARCHITECTURES` lacks it."""
     for architecture in ARCHITECTURES.values():
         if isinstance(config, architecture.config):
             return architecture
@@ -24,5 +24,5 @@ def architecture_of(config: Config) -> Architecture:
 
 
 def shapes_of(config: Config) -> Shapes:
-    """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
+    """Return the roles of a drafter with this config, in order, each with the shape of its tensor."""
     return architecture_of(config).shapes(config)

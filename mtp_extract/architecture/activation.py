@@ -1,4 +1,4 @@
-"""Static quantization of what a network computes in between, as files for NPUs and packed directories state it."""
+"""Static quantization of activations, as in files for NPUs and in packed directories."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from dataclasses import dataclass
 class Activation:
     """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
 
-    type: str  # TFLite's name
-    scale: float  # what a step of its codes is worth
-    zero_point: int  # the code that stands for 0
+    type: str  # TFLite's name of the code type
+    scale: float
+    zero_point: int

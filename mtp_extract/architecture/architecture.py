@@ -1,4 +1,4 @@
-"""What is said of a kind of drafter, whichever it is."""
+"""The facts about an architecture that the rest of the package needs."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from mtp_extract.architecture.roles import Shapes
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of drafter. What computes or reads is named as ``module:name``, and imported when it is used."""
+    """An architecture of drafters. Code is named as ``module:name`` and imported when it is used."""
 
-    name: str  # in records, and of its formats (FormatInfo.architecture)
-    title: str  # what users call such a drafter
-    long_title: str  # the same for the card, which explains it
-    config: type[Any]  # its shape; a Config
-    shapes: Callable[[Any], Shapes]  # its roles, of a config, with the shapes of their tensors
-    network: str  # a DrafterNetwork, made of a config
-    describe: Callable[[Mapping[str, Any]], Sequence[str]]  # lines for the terminal, of a config as JSON
-    tags: tuple[str, ...] = ()  # of the card
-    # Blocks of report/serving.md for the card, of the engines that load the directory and the config as JSON.
+    name: str  # in records and in FormatInfo.architecture
+    title: str  # short name for users
+    long_title: str  # explained name for the model card
+    config: type[Any]  # the Config class
+    shapes: Callable[[Any], Shapes]  # config → its roles with the shapes of their tensors
+    network: str  # the DrafterNetwork class, which is created from a config
+    describe: Callable[[Mapping[str, Any]], Sequence[str]]  # config as JSON → lines for the terminal
+    tags: tuple[str, ...] = ()  # of the model card
+    # Engines that load the directory, config as JSON → blocks of report/serving.md for the model card.
     serving: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]] = lambda engines, geometry: ("none",)
-    pair_role: str = "drafter"  # what pair.json calls it
-    known_as: Callable[[Any], str | None] = lambda config: None  # the name of a known shape
-    # Whether bundles hold such drafters, which graph/ reads: one is extracted, and compared with its bundle.
-    is_bundled: bool = False
-    faults: str | None = None  # Controls of a validation, each a fault to measure; None where none are known
+    pair_role: str = "drafter"  # its name in pair.json
+    known_as: Callable[[Any], str | None] = lambda config: None  # config → name of the published drafter, if known
+    is_bundled: bool = False  # whether bundles hold such drafters, so that they are extracted and compared with them
+    faults: str | None = None  # the Controls whose faults a validation measures; None if there are none
 
     @property
     def with_article(self) -> str:
-        """One such drafter, in a sentence."""
+        """The long title with "a" or "an", for use in a sentence."""
         return f"{'an' if self.long_title[0] in 'AEIOUaeiou' else 'a'} {self.long_title}"
 
     def network_class(self) -> Any:
-        """The class of its network, a DrafterNetwork; imports PyTorch."""
+        """Return the class of its network, a DrafterNetwork; imports PyTorch."""
         return resolve_name(self.network)
 
     def controls(self) -> Sequence[Any]:
-        """The faults that a validation measures such a drafter with."""
+        """Return the faults that a validation measures such a drafter with."""
         return resolve_name(self.faults) if self.faults else ()

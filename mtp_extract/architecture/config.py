@@ -1,7 +1,6 @@
-"""The shape of a drafter: the one answer to "which drafter is this", wherever it was read from; and what this package
-says and knows of the architecture of Gemma 4's multi-token-prediction drafters.
+"""The config of Gemma 4's multi-token-prediction drafters, the same wherever it is read from, and their architecture.
 
-Every number that the network uses is a field of :class:`DrafterConfig`; an experiment such as "full instead of partial
+Every number that the network uses is a field of :class:`DrafterConfig`. An experiment such as "full instead of partial
 RoPE" is therefore a changed config (:meth:`DrafterConfig.with_rope`, :func:`dataclasses.replace`), not a branch.
 """
 
@@ -18,7 +17,7 @@ from mtp_extract.errors import DrafterError, UnsupportedError
 
 
 class Config(Protocol):
-    """What the shape of every drafter says, of whatever architecture."""
+    """The part of a config that every architecture has."""
 
     @property
     def backbone_hidden_size(self) -> int:
@@ -33,7 +32,7 @@ class Config(Protocol):
         """Tokens of the base."""
 
     def as_json(self) -> dict[str, Any]:
-        """For ``extraction.json`` and ``--json``: one value a field."""
+        """Return one value per field, for ``extraction.json`` and ``--json``."""
 
 
 SLIDING = "sliding_attention"
@@ -45,11 +44,11 @@ class RopeConfig:
     """Rotary embedding of one layer type."""
 
     theta: float
-    """Base of the frequencies, ``theta ** (-2i / head_dim)``."""
+    """The base θ of the frequencies, ``theta ** (-2i / head_dim)``."""
     partial_rotary_factor: float = 1.0
-    """Share of the head that is rotated. Frequencies past it are zero, so the head keeps its width ("proportional")."""
+    """Share of the head that is rotated; the remaining frequencies are zero ("proportional" RoPE)."""
     factor: float = 1.0
-    """Every frequency is divided by it (context extension)."""
+    """Divisor of every frequency (context extension)."""
 
     @property
     def kind(self) -> str:
@@ -59,12 +58,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer: Q-only attention over the base's K and V of ``layer_type``, then a gated feed-forward block."""
+    """A layer: attention with its own queries over the base's K and V, then a gated feed-forward block."""
 
-    layer_type: str  # SLIDING or FULL; the key under which the base's K and V are looked up
-    head_dim: int  # width of one head, of Q, K and V alike
-    num_kv_heads: int  # heads of the base's K and V; query heads are divided evenly among them
-    sliding_window: int | None  # number of positions a query sees, itself included; None for all
+    layer_type: str  # SLIDING or FULL; selects the base's K and V
+    head_dim: int  # width of one head of Q, K and V
+    num_kv_heads: int  # heads of the base's K and V; each serves equally many query heads
+    sliding_window: int | None  # positions that a query attends to, itself included; None for all
     rope: RopeConfig  # applied to Q; K arrives already rotated
 
 
@@ -78,7 +77,7 @@ class OrderedHeadConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Everything there is to say of a drafter, beside its weights."""
+    """The complete config of an MTP drafter."""
 
     backbone_hidden_size: int  # width of the base model; the input is twice as wide (embedding, then hidden state)
     hidden_size: int  # width of the drafter
@@ -87,14 +86,14 @@ class DrafterConfig:
     num_heads: int  # query heads, the same in every layer
     layers: tuple[LayerConfig, ...]
     attention_scale: float = 1.0
-    """Factor on Q·K. Gemma 4 uses 1.0, because Q and K are normalized."""
+    """Factor of Q·K. Gemma 4 uses 1.0 because Q and K are normalized."""
     rms_norm_eps: float = 1e-6
     final_logit_softcap: float | None = None
-    """c in ``c * tanh(logits / c)``, or None for no cap. LiteRT graphs hold 30; the official transformers checkpoints
-    say none (same argmax, other probabilities)."""
+    """c in ``c * tanh(logits / c)``; None for no cap. LiteRT graphs have 30, the official transformers checkpoints
+    none: the argmax is the same, the probabilities differ."""
     hidden_activation: str = "gelu_pytorch_tanh"  # transformers' name of the gate's function
     ordered_head: OrderedHeadConfig | None = None  # the centroid head; None for a dense one
-    max_position_embeddings: int | None = None  # longest context it was made for, in tokens; None when not recorded
+    max_position_embeddings: int | None = None  # longest context in tokens; None if not recorded
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -128,17 +127,17 @@ class DrafterConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """The window of the sliding layers; None when all layers are full."""
+        """The window of the sliding layers; None if there are none."""
         return next((layer.sliding_window for layer in self.layers if layer.layer_type == SLIDING), None)
 
     @property
     def rope(self) -> dict[str, RopeConfig]:
-        """RoPE by layer type."""
+        """Layer type → RoPE."""
         return {layer_type: layer.rope for layer_type, layer in self.kv_layers.items()}
 
     @property
     def kv_layers(self) -> dict[str, LayerConfig]:
-        """The K and V the base must provide: layer type → the first layer that reads it."""
+        """Layer type → its first layer; the base must provide K and V for each."""
         by_type: dict[str, LayerConfig] = {}
         for layer in self.layers:
             by_type.setdefault(layer.layer_type, layer)
@@ -146,29 +145,33 @@ class DrafterConfig:
 
     @property
     def sliding(self) -> LayerConfig:
-        """The first sliding layer, or full one where there is none: engines' configurations have the fields of both."""
+        """The first sliding layer, else the first layer: engines' configurations require the fields of both types."""
         return self.kv_layers.get(SLIDING) or self.layers[0]
 
     @property
     def full(self) -> LayerConfig:
-        """The first full layer, or sliding one where there is none."""
+        """The first full layer, else the first layer."""
         return self.kv_layers.get(FULL) or self.layers[0]
 
     def require_uniform(self) -> None:
-        """Raise UnsupportedError where layers of one type differ, which no engine's configuration expresses."""
+        """Raise UnsupportedError if layers of one type differ, which no engine's configuration can express."""
         for index, layer in enumerate(self.layers):
             if layer != (first := self.kv_layers[layer.layer_type]):
-                what = f"expected all {layer.layer_type} layers to be alike, found {layer} beside {first}"
-                raise UnsupportedError(f"layers.{index}: {what}. No engine's configuration expresses that.")
+                raise UnsupportedError(
+                    f"layers.{index}: expected all {layer.layer_type} layers to be alike, found {layer} beside {first}."
+                    " No engine's configuration expresses that."
+                )
 
     def with_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
-        """A copy whose layers of ``layer_type`` have the given :class:`RopeConfig` fields replaced."""
-        changed = [replace(layer, rope=replace(layer.rope, **changes)) for layer in self.layers]
-        pairs = zip(self.layers, changed, strict=True)
-        return replace(self, layers=tuple(new if new.layer_type == layer_type else old for old, new in pairs))
+        """Return a copy with fields of :class:`RopeConfig` replaced in the layers of ``layer_type``."""
+        layers = (
+            replace(layer, rope=replace(layer.rope, **changes)) if layer.layer_type == layer_type else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def as_json(self) -> dict[str, Any]:
-        """For ``extraction.json`` and ``--json``: one value a field, one list entry a layer."""
+        """Return one value per field, or a list with one entry per layer, for ``extraction.json`` and ``--json``."""
         fields = {name: getattr(self, name) for name in _RECORDED}
         fields["rope"] = {
             layer_type: {"theta": rope.theta, "partial_rotary_factor": rope.partial_rotary_factor}
@@ -185,9 +188,9 @@ _RECORDED = (
 
 
 def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
-    """The entry of ``mappings/geometries.json`` that ``config`` matches; None when it is not a known one.
+    """Return the entry of ``mappings/geometries.json`` that ``config`` matches, or None.
 
-    A window that is not known (None) matches any.
+    A field of ``config`` that is None, such as an unknown window, matches any value.
     """
     shape = config.as_json()
     geometries: list[dict[str, Any]] = load_mapping("geometries")["geometries"]
@@ -198,7 +201,7 @@ def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
 
 
 def list_mtp_shapes(config: DrafterConfig) -> Shapes:
-    """The roles of a drafter of this shape, in order, each with the shape of its tensor."""
+    """Return the roles of an MTP drafter, in order, each with the shape of its tensor."""
     head = config.ordered_head
     sizes = {
         "one": 1,
@@ -214,7 +217,7 @@ def list_mtp_shapes(config: DrafterConfig) -> Shapes:
 
 
 def describe_mtp(geometry: Mapping[str, Any]) -> list[str]:
-    """Its layers, then its widths and vocabulary."""
+    """Return a line about layers and heads, and one about widths and vocabulary."""
     sliding, full = (geometry["layer_types"].count(f"{kind}_attention") for kind in ("sliding", "full"))
     layers = f"{geometry['num_layers']} layers: {sliding} sliding (window {geometry['sliding_window']}) + {full} full"
     dims, kv = ("/".join(map(str, sorted(set(geometry[key])))) for key in ("head_dims", "num_kv_heads"))
@@ -227,7 +230,7 @@ def describe_mtp(geometry: Mapping[str, Any]) -> list[str]:
 
 
 def choose_mtp_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
-    """A block for each engine that loads the directory, and how to come to llama.cpp, which loads a file of its own."""
+    """Return a block for each engine that loads the directory, and one for llama.cpp, which loads its own file."""
     return [*(engines or ("none",)), *(() if "llama.cpp" in engines else ("other",))]
 
 

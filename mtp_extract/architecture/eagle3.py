@@ -1,4 +1,4 @@
-"""EAGLE-3 heads, the other kind of drafter: their shape, and what this package says of their architecture."""
+"""The config of EAGLE-3 heads, the other kind of drafter, and their architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtp_extract.architecture.roles import Shapes, roles_of, with_shapes
 from mtp_extract.errors import DrafterError, several
 
 EAGLE3 = "eagle3"
-"""Name of the architecture, and of the format that its trainers write."""
+"""Name of the architecture, and of the format that its training tools write."""
 
 FUSED = 3
 """Hidden states of the base that are fused: a low, a middle and a high one."""
@@ -21,29 +21,29 @@ FUSED = 3
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Everything there is to say of an EAGLE-3 head, beside its weights."""
+    """The complete config of an EAGLE-3 head."""
 
-    backbone_hidden_size: int  # width of the base, whose states are fused
+    backbone_hidden_size: int  # width of the base model
     hidden_size: int  # width of the head
     intermediate_size: int  # width of the feed-forward block
     vocab_size: int  # tokens of the base
-    draft_vocab_size: int  # rows of the LM head: tokens that it can propose
+    draft_vocab_size: int  # rows of the LM head: tokens that the head can draft
     num_heads: int  # query heads
-    num_kv_heads: int  # heads of K and V, each for as many query heads
-    head_dim: int  # width of one head; heads times this need not be ``hidden_size``
+    num_kv_heads: int  # heads of K and V; each serves equally many query heads
+    head_dim: int  # width of one attention head; num_heads times this need not be hidden_size
     base_layers: tuple[int, ...]
-    """Whose incoming hidden states are fused, counted from 0, ascending. The number of the base's layers stands for
-    what leaves the last one, before the final norm. vLLM counts so; SGLang and SpecForge name the layer before, whose
-    output that is."""
-    rope_theta: float  # base of the frequencies; the whole head is rotated
+    """The layers of the base whose input hidden states are fused, from 0, ascending. The number of layers stands for
+    the output of the last one, before the final norm. vLLM counts in this way; SGLang and SpecForge name the layer
+    before, whose output the state is."""
+    rope_theta: float  # base of the frequencies; all of a head is rotated
     rms_norm_eps: float = 1e-6
-    fc_norm: bool = False  # each state is normed by itself before they are fused
-    norm_before_fc: bool = False  # they are normed together
-    norm_before_residual: bool = False  # the residual stream begins after the norm of the fused state, not before it
-    norm_output: bool = False  # what is fed back in the next step is taken after the final norm, not before it
-    own_embedding: bool = False  # it embeds tokens by a table of its own, and not by the base's
-    max_position_embeddings: int | None = None  # longest context it was made for, in tokens; None when not recorded
-    base: str | None = None  # name of the base it was trained for, as the Hub has it; None when not recorded
+    fc_norm: bool = False  # each state has a norm of its own before they are fused
+    norm_before_fc: bool = False  # one norm of all three states before they are fused
+    norm_before_residual: bool = False  # the residual stream starts after the norm of the fused state
+    norm_output: bool = False  # the state for the next step is taken after the final norm
+    own_embedding: bool = False  # whether it has a token embedding, instead of using the base's
+    max_position_embeddings: int | None = None  # longest context in tokens; None if not recorded
+    base: str | None = None  # Hub name of the base it was trained for; None if not recorded
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
@@ -74,16 +74,16 @@ class Eagle3Config:
 
     @property
     def reduced(self) -> bool:
-        """Whether it proposes only some of the base's tokens."""
+        """Whether it drafts only some of the base's tokens."""
         return self.draft_vocab_size < self.vocab_size
 
     def as_json(self) -> dict[str, Any]:
-        """For ``extraction.json`` and ``--json``."""
+        """Return one value per field, for ``extraction.json`` and ``--json``."""
         return {**dataclasses.asdict(self), "base_layers": list(self.base_layers)}
 
 
 def list_eagle3_shapes(config: Eagle3Config) -> Shapes:
-    """The roles of a head of this shape, in order, each with the shape of its tensor."""
+    """Return the roles of an EAGLE-3 head, in order, each with the shape of its tensor."""
     sizes = {
         "hidden": config.hidden_size,
         "pair": 2 * config.hidden_size,
@@ -94,19 +94,19 @@ def list_eagle3_shapes(config: Eagle3Config) -> Shapes:
         "backbone": config.backbone_hidden_size,
         "fused": FUSED * config.backbone_hidden_size,
     }
-    is_there = {
+    has_role = {
         "embed_tokens": config.own_embedding,
         "fc_norm": config.fc_norm,
         "input_norm": config.norm_before_fc,
         "d2t": config.reduced,
     }
     roles = roles_of(config.num_layers, architecture=EAGLE3)
-    roles = tuple(role for role in roles if is_there.get(role.name.split(".")[0], True))
+    roles = tuple(role for role in roles if has_role.get(role.name.split(".")[0], True))
     return with_shapes(roles, sizes, config.num_heads, [config.head_dim])
 
 
 def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
-    """Its layer, then its widths and vocabularies, then what it reads of the base."""
+    """Return a line about the layer, one about widths and vocabularies, and one about the states of the base."""
     heads = f"{geometry['num_heads']} heads of {geometry['head_dim']}, {several(geometry['num_kv_heads'], 'KV head')}"
     tokens = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
     layers = ", ".join(map(str, geometry["base_layers"]))
@@ -119,12 +119,10 @@ def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
 
 
 def choose_eagle3_serving(engines: Sequence[str], geometry: Mapping[str, Any]) -> list[str]:
-    """A block for each engine that loads the directory, and for llama.cpp, which converts it.
-
-    llama.cpp knows no head that feeds back what leaves its final norm.
+    """Return a block for each engine that loads the directory, and one for llama.cpp, which converts it unless the
+    state for the next step is taken after the final norm.
     """
-    loading = [*engines, *([] if geometry.get("norm_output") else ["llama.cpp"])]
-    return [f"eagle3 {engine}" for engine in loading]
+    return [f"eagle3 {engine}" for engine in (*engines, *(() if geometry.get("norm_output") else ("llama.cpp",)))]
 
 
 EAGLE3_HEAD = Architecture(

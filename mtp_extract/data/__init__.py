@@ -1,4 +1,4 @@
-"""Data files: the mappings, and the sample with the base model it was trained with."""
+"""Locate data files: the mappings, and the sample bundle with the base model that it was trained with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HERE = Path(__file__).resolve().parent
 
 @cache
 def load_mapping(name: str) -> dict[str, Any]:
-    """``mappings/NAME.json``, from the installed package or, in a source checkout, from the top level."""
+    """Load ``mappings/NAME.json`` from the installed package or from the top level of a source checkout."""
     installed = _HERE.parent / "mappings"
     folder = installed if installed.is_dir() else _HERE.parent.parent / "mappings"
     with open(folder / f"{name}.json", encoding="utf-8") as file:
@@ -23,15 +23,17 @@ def load_mapping(name: str) -> dict[str, Any]:
 
 
 def sample_bundle() -> Path:
-    """The sample: a small ``.litertlm`` made with Google's tools, with a trained drafter in it."""
+    """Return the path of the sample bundle, a small ``.litertlm`` with a trained drafter, made with Google's tools."""
     return _HERE / "sample.litertlm"
 
 
 def sample_base() -> Path:
-    """The transformers checkpoint of the base model that the sample's drafter was trained for."""
+    """Return the path of the base model of the sample's drafter, a transformers checkpoint."""
     return _HERE / "base"
 
 
 def sample_prompts() -> Path:
-    """Prompts of the kind that base was trained on, of texts it has not seen; for chat prompts it is too small."""
+    """Return the path of prompts for the sample's base: held-out texts of the kind that it was trained on. The base is
+    too small for chat prompts.
+    """
     return sample_base() / "prompts.jsonl"
