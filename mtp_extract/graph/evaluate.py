@@ -1,12 +1,12 @@
-"""Values that no activation decides, computed operator by operator in NumPy: constants, tables of positions, masks.
+"""Compute values that do not depend on activations, operator by operator in NumPy: constants, position tables, masks.
 
-Thousands of positions are computed side by side. Inside of this module the samples of a value are its last axis,
-``[*shape, samples]``, or ``[*shape, 1]`` where they share it: so shapes broadcast from the right as they do in LiteRT,
-and an operator that only moves elements moves whole records of samples. Only what moves differently from sample to
-sample, and a few rare operators, run once a sample.
+Thousands of positions are computed together, one sample each. Inside this module the samples are the last axis of an
+array: ``[*shape, samples]``, or ``[*shape, 1]`` if all samples share the value. Shapes therefore broadcast from the
+right as they do in LiteRT. An operator that only moves elements moves each element's samples as one record. Operators
+that move elements differently in each sample, and a few rare ones, run once per sample.
 
-:data:`KERNELS` is an allow-list, with LiteRT's own semantics. A number of a quantized tensor is the real number that
-its code stands for. Integers are exact or refused: none wraps around.
+:data:`KERNELS` is an allow-list with LiteRT's semantics. A quantized tensor is computed as the real numbers that its
+codes stand for. Integers are exact: an operator whose result would wrap around is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.storage import FLOAT_TYPES, widened
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-_ELEMENTS_AT_ONCE = 1 << 20  # elements of a value, of all samples that are computed side by side
-_COST_PER_VALUE = 1 << 10  # what a value costs besides its elements, in elements
+_ELEMENTS_AT_ONCE = 1 << 20  # most elements of one value, over all samples that are computed together
+_COST_PER_VALUE = 1 << 10  # overhead of computing one value, counted in elements
 _SMALL_INTEGERS = frozenset({"INT8", "UINT8", "INT16"})
 _ROUNDED_KINDS = frozenset({"BATCH_MATMUL", "COS", "EXP", "POW", "RSQRT", "SIN", "SQRT"})
-_SAFE_LIMIT = float(1 << 62)  # an integer that leaves int64 is larger, however float64 rounds it
+_SAFE_LIMIT = float(1 << 62)  # below it a float64 result is certain to fit int64, in spite of rounding
 
 
-# Operators that move elements: plain arrays of any dtype, numbers, numbers of elements, or records.
+# Kernels that move elements. Their arrays may have any dtype: numbers, element indices, or records of samples.
 
 
 def _broadcast(call: Call, x: Array, shape: Array) -> Array:
@@ -105,14 +105,14 @@ def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
     return x.reshape(sizes)
 
 
-_ALL_OPERANDS = tuple(range(256))
+_EVERY_OPERAND = tuple(range(256))
 _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
-    "CONCATENATION": (_ALL_OPERANDS, _make_joining_kernel(np.concatenate, 0)),
+    "CONCATENATION": (_EVERY_OPERAND, _make_joining_kernel(np.concatenate, 0)),
     "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, ints(axis)[0])),
     "FILL": ((1,), _fill),
     "GATHER": ((0,), _gather),
-    "PACK": (_ALL_OPERANDS, _make_joining_kernel(np.stack, 1)),
+    "PACK": (_EVERY_OPERAND, _make_joining_kernel(np.stack, 1)),
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), ints(axis)[0]))),
@@ -124,14 +124,15 @@ _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
 LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
     {**{kind: at for kind, (at, _) in _LAYOUT.items()}, "DYNAMIC_UPDATE_SLICE": (0, 1)}
 )
-"""Kind → which operands are moved; the others say where to. The last has no kernel: only scores may be written so."""
+"""Kind → positions of the operands whose elements are moved; the others hold shapes, axes or indices.
+DYNAMIC_UPDATE_SLICE has no kernel: only the reader of scores follows it."""
 
 
-# Operators that compute.
+# Kernels that compute.
 
 
 def _cast_exactly(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
-    """Integers as ``kind``; refused where it does not hold them."""
+    """Return the integers as ``kind``; raise an OperatorError if one does not fit."""
     limits = np.iinfo(kind)
     if values.size and not (values.min() >= limits.min and values.max() <= limits.max):
         raise call.refuse(f"makes integers that {kind.name} does not hold")
@@ -139,26 +140,28 @@ def _cast_exactly(call: Call, values: Array, kind: np.dtype[Any]) -> Array:
 
 
 def _compute_integers(call: Call, function: Callable[..., Any], *operands: Array) -> Array:
-    """What ``function`` makes of integers, in their own type; what divides by zero is refused with what wraps."""
+    """Return ``function`` of integers in their own type; raise an OperatorError on overflow or division by zero."""
     if not (np.abs(function(*(x.astype(np.float64) for x in operands))) < _SAFE_LIMIT).all():
         raise call.refuse("makes integers that int64 does not hold")
     return _cast_exactly(call, function(*(x.astype(np.int64) for x in operands)), operands[0].dtype)
 
 
-def _make_elementwise_kernel(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
-    """An operator of ``count`` operands of one type; ``on_integers`` where it makes integers of integers."""
+def _make_elementwise(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
+    """Return a kernel for ``count`` operands of one type; ``on_integers`` if its result has the type of its operands,
+    so that integers are computed exactly.
+    """
 
     def kernel(call: Call, *operands: Array) -> Array:
         if len(operands) != count:
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
         names = {call.input_tensor(i).type_name for i in range(count)}
-        types = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
+        result_names = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
         if names & _SMALL_INTEGERS:
             raise call.refuse(
                 f"computes with {' and '.join(sorted(names))}, as LiteRT's kernels do in ways of their own"
             )
-        if len(names) > 1 or (types and types != names):
-            raise call.refuse(f"mixes {' and '.join(sorted(names | types))}")
+        if len(names) > 1 or (result_names and result_names != names):
+            raise call.refuse(f"mixes {' and '.join(sorted(names | result_names))}")
         if on_integers and operands[0].dtype.kind != "f":
             return _compute_integers(call, function, *operands)
         return np.asarray(function(*operands))
@@ -173,7 +176,9 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 
 def _cast(call: Call, x: Array) -> Array:
-    """To floats, bools, or integers of integers; to float64, which the evaluator refuses, where a type is unknown."""
+    """Convert to floats or bools, or integers to integers. A target type without a NumPy type gives float64, which
+    :class:`_SampleBatch` refuses.
+    """
     target = call.node.outputs[0].tensor.type
     kind = np.dtype(NUMPY_TYPES.get(target))
     if target in FLOAT_TYPES - {TensorType.FLOAT32}:
@@ -186,7 +191,7 @@ def _cast(call: Call, x: Array) -> Array:
 
 
 def _round_to_half(x: Array, kind: TensorType) -> Array:
-    """float32 numbers, to the nearest of FLOAT16 or BFLOAT16, ties to even; what is not finite stays as it is."""
+    """Round float32 to the nearest FLOAT16 or BFLOAT16, ties to even; NaN and infinities stay."""
     if kind is TensorType.FLOAT16:
         return x.astype(np.float16).astype(np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
@@ -194,10 +199,10 @@ def _round_to_half(x: Array, kind: TensorType) -> Array:
     return np.where(np.isfinite(x), upper.view(np.float32), x)
 
 
-def _multiply_matrices(call: Call, first: Array, other: Array) -> Array:
+def _multiply_matrices(call: Call, left: Array, right: Array) -> Array:
     if {call.input_tensor(0).type, call.input_tensor(1).type} != {TensorType.FLOAT32}:
         raise call.refuse("multiplies matrices of other types than FLOAT32")
-    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((first, other)))
+    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((left, right)))
     call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     return np.asarray(np.matmul(a, b))
 
@@ -205,41 +210,36 @@ def _multiply_matrices(call: Call, first: Array, other: Array) -> Array:
 _FUNCTIONS: tuple[np.ufunc, ...] = (np.cos, np.exp, np.log, np.sin, np.sqrt, np.maximum, np.minimum, np.equal)
 _FUNCTIONS += (np.not_equal, np.greater, np.greater_equal, np.less, np.less_equal)
 _FUNCTIONS += (np.logical_not, np.logical_and, np.logical_or)
-_INTEGER_FUNCTIONS = {
-    "ABS": np.abs,
-    "ADD": np.add,
-    "FLOOR_DIV": np.floor_divide,
-    "MUL": np.multiply,
-    "NEG": np.negative,
-}
+_INTEGER_FUNCTIONS = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.multiply}
+_INTEGER_FUNCTIONS |= {"NEG": np.negative}
 _INTEGER_FUNCTIONS |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
 _ELEMENTWISE: dict[str, Kernel] = {
-    **{function.__name__.upper(): _make_elementwise_kernel(function, function.nin) for function in _FUNCTIONS},
-    **{
-        kind: _make_elementwise_kernel(function, function.nin, on_integers=True)
-        for kind, function in _INTEGER_FUNCTIONS.items()
-    },
+    **{function.__name__.upper(): _make_elementwise(function, function.nin) for function in _FUNCTIONS},
+    **{kind: _make_elementwise(f, f.nin, on_integers=True) for kind, f in _INTEGER_FUNCTIONS.items()},
     "CAST": _cast,
-    "DIV": _make_elementwise_kernel(np.divide, 2),
-    "RSQRT": _make_elementwise_kernel(lambda x: 1 / np.sqrt(x), 1),
+    "DIV": _make_elementwise(np.divide, 2),
+    "RSQRT": _make_elementwise(lambda x: 1 / np.sqrt(x), 1),
     "DEQUANTIZE": lambda call, x: x,
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
 }
-_MOVING = {kind: kernel for kind, (_, kernel) in _LAYOUT.items()}
 KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
-    {**_MOVING, **_ELEMENTWISE, "BATCH_MATMUL": _multiply_matrices}
+    {
+        **{kind: kernel for kind, (_, kernel) in _LAYOUT.items()},
+        **_ELEMENTWISE,
+        "BATCH_MATMUL": _multiply_matrices,
+    }
 )
-"""Kind → kernel. What is not here is refused."""
+"""Kind → kernel. Any other operator is refused."""
 
 ELEMENTWISE = frozenset(_ELEMENTWISE)
-"""Those whose result is, element by element, what its operands decide there, broadcast as NumPy does."""
+"""Kinds that compute each element of the result from the same element of the operands, broadcast as in NumPy."""
 
 
 def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array, ...]:
-    """What an operator that moves elements makes of ``arrays``, which stand for its operands that are moved."""
-    moving, places = iter(arrays), LAYOUT[node.kind]
+    """Return the results of an operator that moves elements, applied to ``arrays`` instead of its moved operands."""
+    moved_operands = iter(arrays)
     operands = [
-        next(moving) if i in places else graph.integers(value).reshape(value.tensor.shape)
+        next(moved_operands) if i in LAYOUT[node.kind] else graph.integers(value).reshape(value.tensor.shape)
         for i, value in enumerate(node.inputs)
         if value is not None
     ]
@@ -251,12 +251,13 @@ def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array,
 
 
 def inputs_of(values: Sequence[Value]) -> frozenset[str]:
-    """Names of the signature's inputs that ``values`` are computed from."""
+    """Return the names of the signature's inputs that ``values`` are computed from."""
     return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
 
 
 def is_rounded(node: Node) -> bool:
-    """Whether the last bits of its result depend on who computes it; of a BOOL's logarithm, −∞ or 0, they do not."""
+    """Return whether the last bits of the result depend on the hardware or library that computes it."""
+    # The logarithm of a BOOL is exact on all hardware: −∞ or 0.
     if node.kind != "LOG":
         return node.kind in _ROUNDED_KINDS and node.outputs[0].tensor.type in FLOAT_TYPES
     maker = node.operand(0).producer
@@ -264,8 +265,9 @@ def is_rounded(node: Node) -> bool:
 
 
 def computes_with_rounded(graph: FlatGraph, values: Iterable[Value]) -> bool:
-    """Whether, on the way to ``values``, something is computed of a result that is rounded as :func:`is_rounded` says,
-    and it is not only moved or converted."""
+    """Return whether an operator on the way to ``values`` computes with a rounded result (:func:`is_rounded`), rather
+    than only moving or converting it.
+    """
     rounded = set[int]()
     for node in _list_producers(graph, (source for value in values for source in ancestors(value))):
         reads_rounded = any(id(operand) in rounded for operand in node.inputs)
@@ -284,66 +286,68 @@ def evaluate(
     *,
     last_bits: int = 0,
 ) -> list[Array]:
-    """What ``wanted`` are, for every sample.
+    """Compute ``wanted`` for every sample.
 
     Args:
-        inputs: name of a signature's input → ``[samples, *shape]``, of the type of
-            :data:`~mtp_extract.graph.call.NUMPY_TYPES`.
-        overrides: ``id`` of a value → what it is, ``[1, *shape]``, instead of what computes it.
-        last_bits: 1 or −1 move results by a last bit, as other hardware may, where :func:`is_rounded` says so: each by
-            chance up or down, and the other way round.
+        inputs: name of a signature's input → ``[samples, *shape]``, in the type that
+            :data:`~mtp_extract.graph.call.NUMPY_TYPES` gives.
+        overrides: ``id`` of a value → the array ``[1, *shape]`` to use instead of computing the value.
+        last_bits: 1 or −1 to change rounded results (:func:`is_rounded`) by one last bit, as other hardware may: up or
+            down at random, in opposite directions for 1 and −1.
 
     Returns:
-        per wanted value ``[samples, *shape]``, or ``[1, *shape]`` where no sample decides it. Floats are float32.
+        for each wanted value ``[samples, *shape]``, or ``[1, *shape]`` if it is the same for all samples. Floats are
+        float32.
 
     Raises:
-        UnsupportedError: an operator is not known, or computes with numbers of few bits; an integer wraps around; a
-            result is larger than any drafter's; all that was computed of this graph is more than of any drafter's.
-        RoleError: a value is read and nothing computes it.
+        UnsupportedError: an operator is unknown or computes with numbers of few bits; an integer would wrap around; one
+            result, or all results together, are larger than in any drafter.
+        RoleError: a value is read that nothing computes.
         FormatError: operands do not fit the operator.
     """
     reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(overrides))}
     nodes = _list_producers(graph, (value for key, value in reached.items() if key not in overrides))
     samples = max(map(len, inputs.values()), default=1)
-    step = max(
-        1, _ELEMENTS_AT_ONCE // max([1, *(value.tensor.elements for value in reached.values() if value.depends)])
-    )
+    largest = max((value.tensor.elements for value in reached.values() if value.depends), default=0)
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, largest))
     _charge_budget(graph, wanted[0], reached.values(), samples, step)
 
     shared = {key: np.moveaxis(array, 0, -1) for key, array in overrides.items()}
-    parts = [
-        _SampleBatch(graph, fed, dict(shared), last_bits).compute(nodes, wanted)
-        for fed in _split_samples(inputs, samples, step)
+    batches = [
+        _SampleBatch(graph, batch_inputs, dict(shared), last_bits).compute(nodes, wanted)
+        for batch_inputs in _split_samples(inputs, samples, step)
     ]
-    several = {name for name, array in inputs.items() if len(array) > 1}
+    varying = {name for name, array in inputs.items() if len(array) > 1}
     return [
-        _join_samples(pieces if several & inputs_of([value]) else pieces[:1])
-        for value, pieces in zip(wanted, zip(*parts, strict=True), strict=True)
+        _join_samples(pieces if varying & inputs_of([value]) else pieces[:1])
+        for value, pieces in zip(wanted, zip(*batches, strict=True), strict=True)
     ]
 
 
 def _split_samples(inputs: Mapping[str, Array], samples: int, step: int) -> Iterator[dict[str, Array]]:
-    """``inputs`` of ``step`` samples at a time, which are the last axis from here on."""
+    """Yield ``inputs`` for ``step`` samples at a time, the samples moved from the first axis to the last."""
     by_sample = {name: np.moveaxis(array, 0, -1) for name, array in inputs.items()}
     for at in range(0, samples, step):
         yield {name: a[..., at : at + step] if a.shape[-1] > 1 else a for name, a in by_sample.items()}
 
 
 def _join_samples(pieces: Sequence[Array]) -> Array:
-    """The samples of ``pieces``, as the first axis again."""
+    """Join the samples of ``pieces`` and move them back to the first axis."""
     return np.moveaxis(np.concatenate(pieces, -1) if len(pieces) > 1 else pieces[0], -1, 0)
 
 
 def _list_producers(graph: FlatGraph, values: Iterable[Value]) -> list[Node]:
-    """The operators that compute ``values``, in the order of execution."""
-    # Of these alone, not of the whole graph: a graph of many layers is evaluated as many times.
+    """Return the operators that compute ``values``, in the order of execution."""
+    # Sorting these is faster than filtering all nodes: a graph is evaluated many times for each of its layers.
     producers = {value.producer for value in values if value.producer is not None}
     return sorted(producers, key=graph.execution_order.__getitem__)
 
 
 def _charge_budget(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples: int, step: int) -> None:
-    """Count what is computed of ``reached`` against the budget of the graph; ``step`` samples side by side."""
-    # What no sample decides is computed once a step.
+    """Subtract the cost of ``reached``, ``step`` samples at a time, from the graph's budget; raise UnsupportedError if
+    it is used up.
+    """
+    # A value that all samples share is computed again in every step.
     steps = -(-samples // step)
     numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached)
     graph.computed.elements -= sum(numbers) + len(reached) * steps * _COST_PER_VALUE
@@ -355,7 +359,7 @@ def _charge_budget(graph: FlatGraph, wanted: Value, reached: Collection[Value], 
 
 
 class _SampleBatch:
-    """Some samples, side by side, and what values are there, as far as they are computed and still needed."""
+    """Samples that are computed together, and the arrays of their values that are still needed."""
 
     def __init__(self, graph: FlatGraph, inputs: Mapping[str, Array], arrays: dict[int, Array], last_bits: int) -> None:
         self.graph = graph
@@ -364,7 +368,7 @@ class _SampleBatch:
         self.last_bits = last_bits
 
     def compute(self, nodes: Sequence[Node], wanted: Sequence[Value]) -> list[Array]:
-        """What ``wanted`` are; a value without further readers is forgotten."""
+        """Return the arrays of ``wanted``; drop every other array after its last reader."""
         last = {id(value): node for node in nodes for value in node.inputs} | {id(value): None for value in wanted}
         with np.errstate(all="ignore"):
             for node in nodes:
@@ -396,13 +400,12 @@ class _SampleBatch:
         with computing(node.op.label):
             results = _run_kernel(call, operands)
         if self.last_bits and is_rounded(node):
-            results = tuple(
-                _move_last_bits(result, self.last_bits, self.graph.execution_order[node]) for result in results
-            )
+            seed = self.graph.execution_order[node]
+            results = tuple(_move_last_bits(result, self.last_bits, seed) for result in results)
         self._store(call, results)
 
     def _store(self, call: Call, results: Sequence[Array]) -> None:
-        """Know the results of an operator, which have the types and shapes that the file says."""
+        """Store the results of an operator; raise if a type or shape is not the one that the file states."""
         outputs = call.node.outputs
         if len(results) != len(outputs):
             raise FormatError(f"{call.node.op.label} has {len(outputs)} results and should have {len(results)}.")
@@ -411,50 +414,51 @@ class _SampleBatch:
                 raise call.refuse(f"makes {array.dtype.name} where {value.label} should be")
             if array.shape[:-1] != tuple(value.tensor.shape):
                 raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
-            # What MAXIMUM and MINIMUM make of NaN depends on the hardware.
+            # MAXIMUM and MINIMUM of NaN depend on the hardware.
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise call.refuse("makes what is no number")
             self.arrays[id(value)] = array
 
 
 def _move_last_bits(results: Array, direction: int, seed: int) -> Array:
-    """Floats as other hardware may round them: the next one above or below each, by ``direction`` the one or other."""
+    """Move each float to its neighbour above or below at random, as other hardware may round it; the opposite
+    ``direction`` moves each the other way.
+    """
     rises = np.random.default_rng(seed).integers(0, 2, results.shape, np.uint8).astype(bool)
-    other: Array = np.nextafter(
-        results, np.where(rises, np.float32(direction * np.inf), np.float32(-direction * np.inf))
-    )
-    # What overflows does so by more than a last bit, and is infinite everywhere.
-    return np.where(np.isinf(results), results, other)
+    targets = np.where(rises, np.float32(direction * np.inf), np.float32(-direction * np.inf))
+    neighbours: Array = np.nextafter(results, targets)
+    # A result that overflowed did so by more than a last bit: it is infinite on all hardware.
+    return np.where(np.isinf(results), results, neighbours)
 
 
 def _check_few_bits(call: Call) -> None:
-    """Check that numbers of few bits become float32 before anything is computed of them. Those of half precision may
-    also be made of floats, and moved.
+    """Check that codes and half-precision floats are only converted to float32, never computed with. Half-precision
+    floats may also be moved, and be the result of a CAST of floats.
     """
     kind = call.node.kind
     results = [value.tensor for value in call.node.outputs]
     operands = [call.input_tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*operands, *results))):
         return
-    is_widened = not any(map(has_few_bits, results))
+    widens = not any(map(has_few_bits, results))
     if kind == "DEQUANTIZE":
-        is_read = is_widened
+        is_allowed = widens
     elif any(map(holds_codes, (*operands, *results))):
-        is_read = False
+        is_allowed = False
     elif kind in LAYOUT:
         moved = (operands[place] for place in LAYOUT[kind] if place < len(operands))
-        is_read = len({tensor.type for tensor in (*moved, *results)}) == 1
+        is_allowed = len({tensor.type for tensor in (*moved, *results)}) == 1
     else:
-        is_read = kind == "CAST" and (is_widened or {tensor.type for tensor in results} <= FLOAT_TYPES)
-    if not is_read:
+        is_allowed = kind == "CAST" and (widens or {tensor.type for tensor in results} <= FLOAT_TYPES)
+    if not is_allowed:
         raise call.refuse("computes with numbers of few bits")
 
 
 def _run_kernel(call: Call, operands: list[Array]) -> tuple[Array, ...]:
-    """The results of an operator."""
+    """Return the results of an operator for all samples, ``[*shape, samples]`` or ``[*shape, 1]`` each."""
     kind = call.node.kind
     counts = [x.shape[-1] for x in operands]
-    # What is stored may be large; what is made of small constants is not.
+    # A stored constant may be large; a result may be no larger than the operands or LARGEST_COMPUTED.
     largest = max(LARGEST_COMPUTED, *(x[..., 0].size for x in operands))
     call = replace(call, largest=largest // max(counts))
     places = LAYOUT.get(kind, ())
@@ -469,7 +473,7 @@ def _run_kernel(call: Call, operands: list[Array]) -> tuple[Array, ...]:
 
 
 def _run_per_sample(call: Call, operands: Sequence[Array], samples: int) -> tuple[Array, ...]:
-    """The results of an operator that runs once a sample."""
+    """Return the results of an operator by running its kernel once for each sample."""
     kernel = KERNELS[call.node.kind]
     results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(samples)]
     arrays_by_output = zip(*results, strict=True) if isinstance(results[0], tuple) else [results]
@@ -477,37 +481,41 @@ def _run_per_sample(call: Call, operands: Sequence[Array], samples: int) -> tupl
 
 
 def _move_records(call: Call, operands: list[Array], moved: tuple[int, ...]) -> tuple[Array, ...]:
-    """Elements as records of what they are in all samples."""
+    """Return the results of an operator that moves elements in the same way in all samples.
+
+    The samples of one element lie next to each other in memory, so ``[*shape, samples]`` is viewed as ``[*shape]`` of
+    ``np.void`` records, each the bytes of one element in all samples. The kernel runs once and moves the records as if
+    they were numbers. The result is viewed as ``[*shape, samples]`` of the original dtype again.
+    """
     samples, dtype = max(x.shape[-1] for x in operands), operands[moved[0]].dtype
     if any(x.dtype != dtype for i, x in enumerate(operands) if i in moved):
         raise call.refuse("brings different types together")
 
-    def record(x: Array) -> Array:
+    def view_records(x: Array) -> Array:
         contiguous = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))
         return contiguous.view((np.void, samples * x.itemsize))
 
-    moved_records = KERNELS[call.node.kind](
-        call, *((record(x) if i in moved else x)[..., 0] for i, x in enumerate(operands))
-    )
-    results = moved_records if isinstance(moved_records, tuple) else (moved_records,)
-    return tuple(np.asarray(each, order="C")[..., None].view(dtype) for each in results)
+    records = ((view_records(x) if i in moved else x)[..., 0] for i, x in enumerate(operands))
+    results = KERNELS[call.node.kind](call, *records)
+    results = results if isinstance(results, tuple) else (results,)
+    return tuple(np.asarray(result, order="C")[..., None].view(dtype) for result in results)
 
 
 def _gather_per_sample(call: Call, table: Array, chosen: Array) -> Array:
-    """What every sample takes of one table: the samples are one more axis of what is chosen, its first."""
+    """Return what each sample gathers from one shared table: the samples become the first axis of the indices."""
     picked = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
     return np.moveaxis(picked, call.option(0, "i") % (table.ndim - 1), -1)
 
 
 def _read_constant(graph: FlatGraph, tensor: Tensor) -> Array:
-    """A constant, ``[*shape]``: floats widened, codes with scales as the real numbers that they stand for."""
+    """Return a constant, ``[*shape]``: floats widened to float32, codes dequantized."""
     kind, quantization = NUMPY_TYPES.get(tensor.type), tensor.quantization
     if tensor.elements == 0:
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.elements > LARGEST_CONSTANT or tensor.sparse:
         raise UnsupportedError(f"{tensor.label} is no constant that a drafter computes with.")
     if tensor.type in FLOAT_TYPES:
-        # As they are: a masked score may be −∞, and a table that divides holds ∞.
+        # Infinities are legal here: a masked score may be −∞, a table of divisors may hold ∞.
         return widened(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)
     if quantization is not None and (quantization.scales.count or quantization.blockwise):
         return read_floats(graph.model, tensor)

@@ -1,8 +1,8 @@
-"""The graph of one signature with every composite opened up: one flat list of plain operators.
+"""Flatten the graph of one signature into a list of plain operators, with every composite replaced by its body.
 
-A composite (``STABLEHLO_COMPOSITE``) names an operation and carries its decomposition as another subgraph. Reading
-the decomposition instead of the name means that one set of patterns serves every exporter, and that a composite
-whose body does something else than its name says is not taken at its word.
+A composite (``STABLEHLO_COMPOSITE``) names an operation and carries its decomposition as another subgraph. This package
+reads the decomposition, not the name: the same patterns then serve every exporter, and a composite cannot claim to be
+something that it does not compute.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _KEEP_NUMBERS = frozenset({"DEQUANTIZE", "RESHAPE", "TRANSPOSE"})
 _MOST_SMALL_ELEMENTS = 1 << 20
 _MOST_READ = 1 << 27
 _COST_OF_A_READ = 1 << 10
-# Google's drafter of 44 MB computes some 4e7 numbers of its 32 003 positions, of masks and constants: here 40 times as
-# many, and so of caches with a million slots.
+# Evaluating positions, masks and constants of Google's 44 MB drafter (32 003 positions) takes about 4e7 numbers. These
+# two limits allow 40 times as many, which is enough for caches with a million slots.
 _COMPUTED_PER_BYTE = 1 << 5
 _COMPUTED = 1 << 27
 
@@ -50,7 +50,7 @@ _INTEGERS: dict[TensorType | None, str] = {
 
 
 class Depends(IntFlag):
-    """What a value is computed from, besides constants."""
+    """The kinds of inputs, besides constants, that a value is computed from."""
 
     CONSTANT = 0
     POSITION = 1
@@ -63,30 +63,30 @@ INPUT_POS = "input_pos"
 PARAM_TENSOR = "param_tensor"
 CACHE_PREFIX = "kv_cache_"
 RUNTIME_BMM = "odml.runtime_bmm"
-"""The product of queries or weights with a cache, in files of Google's own exporter."""
+"""The composite for the product of queries or weights with a cache, in files of Google's own exporter."""
 MASK = "mask"
 MASK_LOCAL = "mask_local"
 
 _OTHER_NAMES = {"positions": INPUT_POS}
 _MASK_TYPES = frozenset({TensorType.BOOL, TensorType.FLOAT32, TensorType.FLOAT16})
 _DEPENDS: MappingProxyType[str, Depends] = MappingProxyType(
-    # The runtime computes what is in param_tensor from the position.
+    # The runtime fills param_tensor with numbers that it computes from the position.
     {INPUT_POS: Depends.POSITION, PARAM_TENSOR: Depends.POSITION, MASK: Depends.MASK, MASK_LOCAL: Depends.MASK}
 )
 
 
 @dataclass(eq=False)
 class Value:
-    """What flows along an edge."""
+    """One value of the graph: an input, a constant, or the result of an operator."""
 
-    tensors: list[Tensor]  # all that it is known as, innermost composite first
-    # The node that computes it; None for inputs, constants, and values nothing computes. Its own way back to the
-    # inputs: shown, every value would be a tree of all those before it.
+    tensors: list[Tensor]  # the tensors that hold it, in the innermost composite first
+    # The node that computes it; None for inputs, constants, and values that nothing computes. Left out of the repr,
+    # which would otherwise show everything before the value.
     producer: Node | None = field(default=None, repr=False)
     constant: bool = False  # whether its bytes are stored in the model
-    input_name: str | None = None  # among the signature's inputs; None for anything else
-    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)  # the readers, with the operand's place
-    depends: Depends = Depends.CONSTANT  # what it is computed from
+    input_name: str | None = None  # its name in FlatGraph.inputs; None for anything else
+    consumers: list[tuple[Node, int]] = field(default_factory=list, repr=False)  # readers, with the operand's position
+    depends: Depends = Depends.CONSTANT
 
     @property
     def tensor(self) -> Tensor:
@@ -95,19 +95,19 @@ class Value:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         return self.tensor.label
 
     @property
     def unproduced(self) -> bool:
-        """Whether it has elements, and nothing gives them: no operator, no constant, no input."""
+        """Whether it has elements but no operator, constant or input that provides them."""
         has_source = self.producer is not None or self.constant or self.input_name is not None
         return not has_source and self.tensor.elements > 0
 
 
 @dataclass(eq=False)
 class Node:
-    """A plain operator, or a composite that has no body to open."""
+    """A plain operator, or a composite without a body."""
 
     op: Operator
     inputs: tuple[Value | None, ...]
@@ -119,7 +119,7 @@ class Node:
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
     def operand(self, position: int) -> Value:
-        """Input ``position``; a RoleError if the op has no such input."""
+        """Return input ``position``; raise RoleError if the operator lacks it."""
         value = self.inputs[position] if position < len(self.inputs) else None
         if value is None:
             raise RoleError(f"{self.op.label} lacks its input {position}: the graph is damaged.")
@@ -128,37 +128,37 @@ class Node:
 
 @dataclass(frozen=True)
 class FlatGraph:
-    """All nodes in execution order, the values of inputs and outputs by name, and every constant by its tensor."""
+    """The graph of one signature without composites."""
 
     model: TfliteModel
     signature: Signature
-    nodes: tuple[Node, ...] = field(repr=False)
+    nodes: tuple[Node, ...] = field(repr=False)  # in execution order
     inputs: dict[str, Value]
     outputs: dict[str, Value]
-    constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and index
-    # By composite, the epsilon that it says to have. Accelerators compute with it, and not with the body's.
+    constants: dict[tuple[int, int], Value] = field(repr=False)  # by subgraph and tensor index
+    # Label of a composite → the epsilon in its attributes, which accelerators use instead of the body's.
     epsilons: dict[str, float] = field(repr=False)
-    # Name of an input in the signature → its name in ``inputs``, as :func:`map_input_names` has it.
+    # Name of an input in the signature → its name in ``inputs`` (:func:`map_input_names`).
     input_names: Mapping[str, str] = field(repr=False)
-    # How many elements of constants all readers of the graph together may still ask for.
+    # How many elements of constants may still be read, by all readers of the graph together.
     budget: Budget = field(default_factory=lambda: Budget(_MOST_READ), repr=False, compare=False)
-    # How many numbers may still be computed of positions, masks and constants.
+    # How many numbers may still be computed by the evaluator.
     computed: Budget = field(default_factory=lambda: Budget(_COMPUTED), repr=False, compare=False)
 
     @cached_property
     def execution_order(self) -> dict[Node, int]:
-        """By node, its place in the order of execution."""
+        """Node → its index in :attr:`nodes`."""
         return {node: place for place, node in enumerate(self.nodes)}
 
     def floats(self, value: Value) -> npt.NDArray[np.float32]:
-        """A small floating-point constant, dequantized where it is quantized, flattened; an UnsupportedError if it is
-        not small, or of a type that holds no numbers.
+        """Return a small constant as float32 ``[elements]``, dequantized if it holds codes; raise UnsupportedError if
+        it is too large or its type holds no numbers.
         """
         self._charge_budget(value)
         return read_floats(self.model, value.tensor).reshape(-1)
 
     def integers(self, value: Value) -> npt.NDArray[Any]:
-        """A small integer or bool constant, flattened, in its own type."""
+        """Return a small integer or bool constant ``[elements]`` in its own type; raise UnsupportedError otherwise."""
         self._charge_budget(value)
         dtype = _INTEGERS.get(value.tensor.type)
         if dtype is None:
@@ -188,10 +188,10 @@ class _Builder:
         self.attributes: dict[tuple[int, int], Mapping[str, float]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
-        """Add the nodes of subgraph ``index``, its inputs bound to ``arguments``; return its values by tensor."""
+        """Add the nodes of subgraph ``index``, whose inputs are ``arguments``; return its values by tensor index."""
         graph = self.model.subgraphs[index]
         self._check_no_data(graph)
-        # An input that is left out is a value that nothing computes.
+        # An input without an argument becomes a value that nothing computes.
         values = {i: Value([self.model.tensor(index, i)]) for i in graph.inputs if i >= 0} | arguments
         for op in graph.operators:
             self._check_size(op)
@@ -213,7 +213,7 @@ class _Builder:
                 raise RoleError(f"{tensor.label} is filled when the graph runs, and numbers are stored for it, too.")
 
     def _check_size(self, op: Operator) -> None:
-        """A composite that is read many times is built many times: a small file can describe a huge graph."""
+        # A composite is copied wherever it is used: a small file can describe a huge graph.
         self.edges += len(op.inputs) + len(op.outputs)
         if len(self.nodes) >= self.most_nodes or self.edges > self.most_nodes * _EDGES_PER_NODE:
             raise RoleError(f"The graph has more than {self.most_nodes} operators once its composites are opened.")
@@ -222,7 +222,7 @@ class _Builder:
         value = values.get(index)
         if value is None:
             tensor = self.model.tensor(subgraph, index)
-            # An empty constant (the shape of a scalar) has a buffer of its own with nothing in it.
+            # An empty constant (the shape of a scalar) has a buffer of its own without data.
             constant = self.model.has_data(tensor) or (tensor.elements == 0 and tensor.buffer > 0)
             if constant and tensor.variable:
                 raise UnsupportedError(f"{tensor.label} is a variable with numbers of its own, which LiteRT refuses.")
@@ -238,17 +238,19 @@ class _Builder:
         return bool(body.operators) and len(body.inputs) == len(op.inputs) and len(body.outputs) == len(op.outputs)
 
     def _bypass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
-        """Hand on the one operand of ``op`` that is no constant, as though the operator were not there."""
+        """Replace the result of ``op`` by its one operand that is no constant."""
         if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
             raise UnsupportedError(f"{op.label} hands no operand on: it has not one result.")
         tensor = self.model.tensor(op.subgraph, op.outputs[0])
-        alike = [v for v in inputs if v is not None and v.tensor.type is tensor.type and v.tensor.shape == tensor.shape]
-        # What activations decide, where a mask is beside it.
-        chosen = [v for v in alike if v.depends & Depends.DATA] or [v for v in alike if v.depends]
-        if len({id(value) for value in chosen}) != 1:
+        similar = [
+            v for v in inputs if v is not None and v.tensor.type is tensor.type and v.tensor.shape == tensor.shape
+        ]
+        # Prefer activations: a mask of the same shape may be another operand.
+        candidates = [v for v in similar if v.depends & Depends.DATA] or [v for v in similar if v.depends]
+        if len({id(value) for value in candidates}) != 1:
             raise UnsupportedError(f"{op.label} hands no operand on: it has none, or several, like its result.")
-        chosen[0].tensors.append(tensor)
-        values[op.outputs[0]] = chosen[0]
+        candidates[0].tensors.append(tensor)
+        values[op.outputs[0]] = candidates[0]
 
     def _open_composite(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
@@ -267,7 +269,7 @@ class _Builder:
             self._bind_output(op, self._get_value(op.body, inner, inner_values), outer, values)
 
     def _bind_output(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
-        """Know ``value``, which the body of the composite ``op`` computed, by its output ``outer``, too."""
+        """Make ``value``, which the body of the composite ``op`` computed, the composite's output ``outer``."""
         tensor = self.model.tensor(op.subgraph, outer)
         self.handed.append((op, value.tensor, tensor))
         if outer in values:
@@ -279,7 +281,7 @@ class _Builder:
         values[outer] = value
 
     def check_composites(self) -> None:
-        """Check what composites hand in and out, and what they say of themselves."""
+        """Check that the operands, results and attributes of every composite agree with its body."""
         for op, inner, outer in self.handed:
             _check_same_tensor(op, inner, outer)
         for op, scale, cache in self.cache_scales:
@@ -293,7 +295,7 @@ class _Builder:
             self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
 
     def _read_attributes(self, op: Operator) -> Mapping[str, float]:
-        """The numbers that a composite says of itself, of those that are used; many may say the same bytes."""
+        """Return the numbers in a composite's attributes that are used here; shared attributes are read once."""
         stored = op.attributes
         if stored is None or stored.count == 0:
             return {}
@@ -330,11 +332,11 @@ class _Builder:
 
 
 def map_input_names(inputs: Mapping[str, Tensor]) -> dict[str, str]:
-    """By name of a signature's input, that in :attr:`FlatGraph.inputs`: what runtimes hand over, as in ``mask``.
+    """Return name of an input in the signature → its name in :attr:`FlatGraph.inputs`.
 
-    LiteRT-LM knows the same input by several names (``mask`` or ``attn_mask``; ``local_mask``, ``attn_mask_local``,
-    ``local_attn_mask`` or ``mask_local``). So a mask is what has a mask's type and is called one, and its name tells
-    local from global. Whatever else there is, and a second input of the same kind, keeps its name.
+    LiteRT-LM accepts several names for the same input (``mask`` or ``attn_mask``; ``local_mask``, ``attn_mask_local``,
+    ``local_attn_mask`` or ``mask_local``). An input is a mask if it has a mask's type and "mask" in its name, and the
+    local mask if the name has "local", too. Any other input, and a second one of a kind, keeps its name.
     """
     names: dict[str, str] = {name: name for name in inputs}
     for name, tensor in inputs.items():
@@ -349,14 +351,15 @@ def map_input_names(inputs: Mapping[str, Tensor]) -> dict[str, str]:
 def flatten(
     model: TfliteModel, signature: Signature, most_nodes: int = _MOST_NODES, passed: Collection[tuple[int, int]] = ()
 ) -> FlatGraph:
-    """The graph of ``signature`` with its composites opened; ``most_nodes`` is more than any real one has.
+    """Return the graph of ``signature`` with its composites replaced by their bodies.
 
     Args:
-        passed: operators, by the number of their subgraph and their own, that are taken for one operand of theirs.
+        most_nodes: limit on the operators; the default is more than any drafter has.
+        passed: operators ``(subgraph, index)`` to leave out: each result is replaced by the operand like it.
 
     Raises:
-        RoleError: an operator is wired in a way that no exporter produces (cycles, a value written twice), or an input
-            of the subgraph is none of the signature: nobody fills it.
+        RoleError: operators are connected in a way that no exporter produces (cycles, a value written twice), or the
+            signature does not name an input of the graph, so that no runtime fills it.
     """
     graph = model.subgraphs[signature.subgraph]
     names = map_input_names({name: graph.tensors[index] for name, index in signature.inputs.items()})
@@ -380,7 +383,7 @@ def flatten(
 
 
 def _bind_inputs(graph: Subgraph, signature: Signature, names: Mapping[str, str]) -> dict[int, Value]:
-    """The inputs of ``graph`` by tensor, those of ``signature`` called as ``names`` says; others are not named."""
+    """Return the inputs of ``graph`` by tensor index; only those of ``signature`` have a name, taken from ``names``."""
     by_tensor = {tensor: names[name] for name, tensor in signature.inputs.items()}
     if len(by_tensor) < len(signature.inputs) or not set(by_tensor) <= set(graph.inputs):
         raise RoleError(
@@ -397,24 +400,24 @@ def _bind_inputs(graph: Subgraph, signature: Signature, names: Mapping[str, str]
 
 
 def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
-    """Check that what a composite hands in or out is one tensor on both sides."""
+    """Raise RoleError unless the tensors inside and outside of a composite agree in type, shape and scales."""
     same = (inner.type_id, tuple(inner.shape)) == (outer.type_id, tuple(outer.shape))
     if same and inner.type not in FLOAT_TYPES:
         quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
         if len(quantizations) == 2:
             same = quantizations[0].same_scales(quantizations[1])
         else:
-            same = all(each.scales.count == each.zero_points.count == 0 for each in quantizations)
+            same = all(q.scales.count == q.zero_points.count == 0 for q in quantizations)
     if not same:
         raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
 
 
 def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
-    """Check that the attribute ``scale`` of a product with a cache is the cache's own scale: accelerators compute with
-    the attribute, CPUs with the cache's.
+    """Raise UnsupportedError unless the attribute ``scale`` of a product with a cache equals the cache's own scale:
+    accelerators compute with the attribute, CPUs with the cache's.
     """
     scales = [] if cache.quantization is None else cache.quantization.scale.tolist()
-    # Of floats it says nothing, as 0 or 1.
+    # For a float cache, 0 and 1 mean that there is no scale.
     if scales[:1] == [np.float32(stated)] or (cache.type in FLOAT_TYPES and stated in (0.0, 1.0)):
         return
     scale_of_cache = f"{scales[0]:g}" if scales else "none"
@@ -427,7 +430,9 @@ def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
 
 
 def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
-    """``start`` and everything it is computed from, each once; nothing behind a value whose ``id`` is in ``stops``."""
+    """Yield ``start`` and every value that it is computed from, once each; do not go beyond values whose ``id`` is in
+    ``stops``.
+    """
     visited, queue = {id(start)}, [start]
     while queue:
         value = queue.pop()
@@ -439,7 +444,7 @@ def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Val
 
 
 def source_through(value: Value, kinds: Collection[str]) -> Value:
-    """What operators of ``kinds`` handed on as ``value``: the first operand of the first of them."""
+    """Return the value that operators of ``kinds`` turned into ``value``: the first operand of the first of them."""
     while value.producer is not None and value.producer.kind in kinds:
         value = value.producer.operand(0)
     return value

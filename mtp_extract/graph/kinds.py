@@ -1,4 +1,4 @@
-"""Drafters of other kinds that a section called ``mtp_drafter`` may hold, known by their inputs and outputs."""
+"""Recognize other kinds of drafters that a section called ``mtp_drafter`` may hold, by their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mtp_extract.graph.flat import CACHE_PREFIX, MASK, MASK_LOCAL, FlatGraph
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 
 OWN_CACHES_SIGNATURE = "draft"
-"""The signature of published Qwen3.5 drafters: one layer that computes K and V of its own."""
+"""The signature of published Qwen3.5 drafters, whose one layer computes its own K and V."""
 
 _ROTATION = re.compile(r"(^|_)(cos|sin|rope)(_|$)")
 
 
 def another_kind(reason: str) -> str:
-    """The end of a message that refuses a drafter of another kind."""
+    """Return the end of a message that refuses a drafter of another kind."""
     return (
         f"a drafter of another kind ({reason}), which this release does not read. It reads drafters of Gemma 4 for CPU "
         "and GPU, which take K and V of whole caches from their base."
@@ -23,10 +23,10 @@ def another_kind(reason: str) -> str:
 
 
 def require_kind(graph: FlatGraph) -> None:
-    """Check that ``graph`` is of the kind that this release reads: queries alone, rotated in the graph, whole caches;
-    the AnotherKindError says which other kind it is of.
+    """Raise AnotherKindError, which names the other kind, unless this release reads such drafters: they compute only
+    queries, rotate them in the graph, and read whole caches.
     """
-    # NPU drafters have RoPE and masks computed by a section ``mtp_aux``.
+    # For NPUs, RoPE and masks are computed by the section ``mtp_aux``.
     tables = [n for n, v in graph.inputs.items() if _ROTATION.search(n) and v.tensor.type in FLOAT_TYPES]
     written = [name for name in graph.outputs if name.startswith((CACHE_PREFIX, "kv_slice_"))]
     if tables:
@@ -40,7 +40,7 @@ def require_kind(graph: FlatGraph) -> None:
 
 
 def _find_ring_buffers(graph: FlatGraph) -> str | None:
-    """Where caches of sliding layers are ring buffers, the local mask is as long as these: shorter than the other."""
+    """Return why the caches of sliding layers must be ring buffers, which have fewer slots; None if they are not."""
     lengths = {name: graph.inputs[name].tensor.shape[-1:] for name in (MASK, MASK_LOCAL) if name in graph.inputs}
     if len(set(lengths.values())) > 1:
         slots = {name: next(iter(length), 0) for name, length in lengths.items()}

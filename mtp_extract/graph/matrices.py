@@ -1,4 +1,4 @@
-"""Products with a matrix of constants: FULLY_CONNECTED of a weight that is stored ``[out, in]``."""
+"""Read products with a constant matrix: FULLY_CONNECTED, whose weight is stored ``[out, in]``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_ROTATED = 1 << 20
 
 
 def weight_of(graph: FlatGraph, node: Node) -> Value:
-    """The constant matrix that ``node`` multiplies by, itself or converted to floats of the same numbers.
+    """Return the constant matrix that ``node`` multiplies by, before conversions that keep its numbers.
 
     Raises:
-        UnreadableError: it is another value, LiteRT's kernel reads it otherwise, or no drafter has such numbers.
+        UnreadableError: it is no constant matrix, or LiteRT's kernel would read its codes differently.
         AnotherKindError: it is a Hadamard rotation.
     """
     value = node.operand(1)
@@ -43,7 +43,9 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
 
 
 def _check_codes(source: QuantizedTensor) -> None:
-    """LiteRT's kernels take integer weights ``[out, in]``, signed, with a scale an output and no zero points."""
+    """Raise UnreadableError unless integer weights are as LiteRT's kernels expect: signed, with a scale for the tensor
+    or for each output, and without zero points.
+    """
     label, storage = source.tensor.label, source.storage
     if source.tensor.type is TensorType.INT16:
         raise UnreadableError(f"reads {label}, of a type that LiteRT multiplies by nothing")
@@ -58,8 +60,8 @@ def _check_codes(source: QuantizedTensor) -> None:
 
 
 def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a product with what has the shape ``read``; an UnreadableError if the operator has a bias or a fused
-    function, or shapes that do not fit.
+    """Return the shape of the product of ``matrix`` and an operand of shape ``read``. Raise UnreadableError if the
+    operator has a bias or a fused activation, or if the shapes do not fit.
     """
     options, (rows, columns) = node.op.options, matrix.tensor.shape
     if node.op.activation or (options and options.integer(1, "b")):
@@ -67,8 +69,8 @@ def product_of(graph: FlatGraph, node: Node, matrix: Value, read: tuple[int, ...
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None and (bias.depends or bias.producer is not None or np.any(graph.floats(bias))):
         raise UnreadableError("has a bias, which a drafter's checkpoint has no place for")
-    keeps = bool(options and options.scalar(2, "?", False))
-    count, odd = divmod(int(np.prod(read)), columns)
-    if odd or (keeps and read[-1:] != (columns,)):
+    keeps_axes = bool(options and options.scalar(2, "?", False))
+    count, rest = divmod(int(np.prod(read)), columns)
+    if rest or (keeps_axes and read[-1:] != (columns,)):
         raise UnreadableError(f"multiplies {list(read)} numbers by a matrix of {columns} columns")
-    return (*read[:-1], rows) if keeps else (count, rows)
+    return (*read[:-1], rows) if keeps_axes else (count, rows)

@@ -1,6 +1,6 @@
-"""What the position alone decides: computed at every position that the caches have.
+"""Compute values that depend on the position alone, at every position that the caches have.
 
-A step of a drafter has one query; its position is also the slot of the caches that it stands at.
+A step of a drafter has one query. Its position is also the index of its slot in the caches.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _MOST_NUMBERS = 64
 _NUMBERS_AT_ONCE = 1 << 18
 _SMALL_CONSTANT = 1 << 12
 _COMPARED = frozenset({"CAST", "MUL", "ADD", "SUB", "NEG", "COS", "SIN", "CONCATENATION", "RESHAPE"})
-"""Operators that are recognized as the same: no option but an axis decides what they compute."""
+"""Operators that can be compared: two of one kind, with equal operands and axis, compute the same."""
 
 
 class Positions:
-    """Values of the position, and where each is among all numbers that rotate queries."""
+    """The values of a graph that depend on the position, with a number for each element that rotates queries."""
 
     def __init__(self, graph: FlatGraph) -> None:
         self.graph = graph
-        self.slots = count_cache_slots(graph)  # of the caches, and so positions
-        self.first_slots: list[Ids] = []  # tables ``[positions]`` of the slots where windows begin
-        # The values that meet queries, whose elements are numbered from 1 in this order.
+        self.slots = count_cache_slots(graph)  # slots of the caches, which is also the number of positions
+        self.first_slots: list[Ids] = []  # tables ``[positions]`` of the first slot of a window
+        # The values that rotate queries. Their elements are numbered from 1 in this order.
         self.rotating: list[Value] = []
         self.count = 1
-        self._first: dict[int, int] = {}
+        self._first_number: dict[int, int] = {}
         self._tables: dict[int, npt.NDArray[Any]] = {}
-        self._same: dict[tuple[object, ...], Value] = {}
+        self._by_key: dict[tuple[object, ...], Value] = {}
         self._canonical: dict[int, Value] = {}
 
     def table(self, value: Value) -> npt.NDArray[Any]:
-        """What ``value`` is at every position, ``[positions, elements]``: int64 of integers, else float64. An
-        UnsupportedError if it has many elements, or something else decides it, too.
+        """Return ``value`` at every position, ``[positions, elements]``: int64 for integers, else float64. Raise
+        UnsupportedError if it has too many elements or does not depend on the position alone.
         """
         if value.depends & ~Depends.POSITION or value.tensor.elements > _MOST_NUMBERS:
             raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
@@ -54,32 +54,32 @@ class Positions:
         return self._tables[id(value)]
 
     def window(self, first_slots: npt.NDArray[Any]) -> int:
-        """The number of a table of first slots, the same for equal tables."""
-        wanted = first_slots.astype(np.int64)
+        """Return the index in :attr:`first_slots` of a table ``[positions]``, which is added if it is new."""
+        first_slots = first_slots.astype(np.int64)
         for number, table in enumerate(self.first_slots):
-            if np.array_equal(table, wanted):
+            if np.array_equal(table, first_slots):
                 return number
-        self.first_slots.append(wanted)
+        self.first_slots.append(first_slots)
         return len(self.first_slots) - 1
 
     def elements(self, value: Value) -> Ids:
-        """The numbers of the elements of a value that rotates queries; the same for what is computed alike."""
+        """Return the numbers of the elements of a value that rotates queries; values computed alike share them."""
         value = self._find_first_equal(value)
-        if id(value) not in self._first:
-            self._first[id(value)] = self.count
+        if id(value) not in self._first_number:
+            self._first_number[id(value)] = self.count
             self.rotating.append(value)
             self.count += value.tensor.elements
-        return self._first[id(value)] + np.arange(value.tensor.elements).reshape(value.tensor.shape)
+        return self._first_number[id(value)] + np.arange(value.tensor.elements).reshape(value.tensor.shape)
 
     def values_of(self, elements: Ids) -> list[Value]:
-        """The values whose elements are among ``elements``."""
+        """Return the values that have an element with one of these numbers."""
         return [value for value in self.rotating if np.isin(self.elements(value), elements).any()]
 
     def _find_first_equal(self, value: Value) -> Value:
-        """The first value that the same operators compute of the same: layers compute their RoPE one by one."""
+        """Return the first value that is computed alike: every layer computes the same RoPE tables again."""
         if id(value) not in self._canonical:
             key = self._make_key(value)
-            self._canonical[id(value)] = value if key is None else self._same.setdefault(key, value)
+            self._canonical[id(value)] = value if key is None else self._by_key.setdefault(key, value)
         return self._canonical[id(value)]
 
     def _make_key(self, value: Value) -> tuple[object, ...] | None:
@@ -96,37 +96,39 @@ class Positions:
         return tensor.type, *tensor.shape, node.kind, node.op.activation, axis, *operands
 
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
-        """The inputs of ``needed`` that say the position, as runtimes fill them, ``[positions, *shape]``.
+        """Return the position inputs among ``needed`` as runtimes fill them, ``[positions, *shape]`` each.
 
-        It is a number, or the slots that are written and read, ``[start, end, end]`` and zeros.
+        ``input_pos`` is the position; ``param_tensor`` has the slots to write and read, ``[start, end, end]``, and
+        zeros.
         """
-        fed = {}
+        filled = {}
         for name in sorted(needed & {INPUT_POS, PARAM_TENSOR}):
             value = self.graph.inputs[name]
             numbers = np.zeros((positions.size, 1 if name == INPUT_POS else max(value.tensor.elements, 3)), np.int64)
             numbers[:, :3] = positions[:, None] + np.array([0, 1, 1])[: numbers.shape[1]]
-            fed[name] = fill_input(value, numbers)
-        return fed
+            filled[name] = fill_input(value, numbers)
+        return filled
 
     def at(
         self, positions: Ids, values: Sequence[Value], *, last_bits: int = 0
     ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
-        """Some of ``positions`` after others, and what ``values`` are there, ``[positions, elements]`` each."""
-        needed, step = inputs_of(values), max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
+        """Yield batches of ``positions``, each with ``values`` at these positions, ``[positions, elements]`` each."""
+        needed = inputs_of(values)
+        step = max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
-            some = positions[begin : begin + step]
-            arrays = evaluate(self.graph, self.fed(needed, some), values, last_bits=last_bits)
-            yield some, [np.broadcast_to(m.reshape(len(m), -1), (some.size, m[0].size)) for m in arrays]
+            batch = positions[begin : begin + step]
+            arrays = evaluate(self.graph, self.fed(needed, batch), values, last_bits=last_bits)
+            yield batch, [np.broadcast_to(m.reshape(len(m), -1), (batch.size, m[0].size)) for m in arrays]
 
 
 def is_mask(name: str) -> bool:
-    """Whether the runtime fills the input ``name`` with a mask."""
+    """Return whether the runtime fills the input ``name`` with a mask."""
     return name in (MASK, MASK_LOCAL)
 
 
 def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
-    """The input ``value`` of ``numbers`` ``[samples, elements]``: ``[samples, *shape]``, in its type; an
-    UnsupportedError if it has another size, or a type that holds no numbers.
+    """Return ``numbers`` ``[samples, elements]`` as the input ``value``: ``[samples, *shape]`` in its type. Raise
+    UnsupportedError if the input has another size or a type that cannot hold numbers.
     """
     kind = NUMPY_TYPES.get(value.tensor.type)
     halves = value.tensor.type is TensorType.FLOAT16 and is_mask(value.input_name or "")
@@ -138,7 +140,9 @@ def fill_input(value: Value, numbers: npt.NDArray[np.generic]) -> Array:
 
 
 def count_cache_slots(graph: FlatGraph) -> int:
-    """Slots of the caches: the axis shared with a mask, or with one another; an UnsupportedError if too many."""
+    """Return the slots of the caches: the last axis of a mask, else the largest size that all caches share. Raise
+    UnsupportedError if that is too large.
+    """
     masks = [value.tensor.shape for name, value in graph.inputs.items() if is_mask(name) and value.tensor.shape]
     caches = caches_of(graph.inputs)
     shared = set.intersection(*(set(value.tensor.shape) for value in caches.values())) if caches else {1}
@@ -149,7 +153,7 @@ def count_cache_slots(graph: FlatGraph) -> int:
 
 
 def caches_of(inputs: Mapping[str, Value]) -> dict[str, Value]:
-    """The inputs that hold K or V: those of four axes that hold floats or codes, and are no mask."""
+    """Return the inputs that hold K or V: those with four axes that hold floats or codes and are no mask."""
     return {
         name: value
         for name, value in sorted(inputs.items())

@@ -1,4 +1,4 @@
-"""What a reading took every value for, operator by operator, and which one was refused: for whoever reports a file."""
+"""List how the reader understood each value, operator by operator, and where it stopped, for reports on a file."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ REFUSED, NOT_NEEDED = "refused", "not needed"
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One value that an operator computes."""
+    """One result of an operator."""
 
     subgraph: int
     op: int
     kind: str  # the operator's name
-    type: str  # of the value
+    type: str  # element type of the value
     shape: tuple[int, ...]
-    read_as: str  # what it was taken for: "norm", "stream", "score", "mask", …
-    what: str  # the same more closely: a role, an expression, an input
+    read_as: str  # how the reader understood it: "norm", "stream", "score", "mask", …
+    what: str  # details: a role, an expression, an input, or the reason of a refusal
 
 
 def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
-    """The values of a drafter's graph in its order; where the reader refused an operator, that is the last."""
+    """Return the values of a drafter's graph in execution order, up to an operator that the reader refused."""
     walker = DrafterWalk(ReadGraph(graph))
     why = ""
     try:
         walker = DrafterWalk(read_drafter(graph))
         walker.walk()
     except MtpExtractError as error:
-        # What is refused is what a trace is made for.
+        # A trace is made to show why a file was refused.
         why = str(error)
     return list(_list_lines(walker, _find_refused_value(walker) if why else None, why))
 
 
 def _find_refused_value(walker: DrafterWalk) -> Value | None:
-    """The value at which the reader, or the walk through what it had read, ended; None where there is none such."""
+    """Return the value at which the reader, or the walk through the graph that it read, stopped; None if unknown."""
     reading = walker.reading
     if reading.refusal is None:
         return reading.first[walker.matched][0] if walker.matched in reading.first else None
@@ -51,24 +51,24 @@ def _find_refused_value(walker: DrafterWalk) -> Value | None:
 
 
 def _list_lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[TraceLine]:
-    """The values, up to what could not be read."""
     reading = walker.reading
     roles = {id(role.result): role.role for role in walker.roles if role.result is not None}
     for node in reading.graph.nodes:
         for value in node.outputs:
-            read_as, what = _describe_value(reading, value, roles.get(id(value)))
+            read_as, details = _describe_value(reading, value, roles.get(id(value)))
             if value is refused:
                 read_as = REFUSED
-                # Without its label, which stands in the same line, and without what to do.
-                what = why.removeprefix(node.op.label).lstrip(" :").partition(". ")[0].rstrip(".")
+                # Leave out the operator's label, which is in the same line, and the advice.
+                details = why.removeprefix(node.op.label).lstrip(" :").partition(". ")[0].rstrip(".")
             kind = escape(node.kind)
             shape = tuple(value.tensor.shape)
-            yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, what)
+            yield TraceLine(node.op.subgraph, node.op.index, kind, value.tensor.type_name, shape, read_as, details)
             if value is refused and reading.refusal is not None:
                 return
 
 
 def _describe_value(reading: ReadGraph, value: Value, role: str | None) -> tuple[str, str]:
+    """Return ``read_as`` and ``what`` of a value."""
     form = reading.forms.get(id(value))
     if form is None:
         names = {Depends.POSITION: "position", Depends.MASK: "mask", Depends.POSITION | Depends.MASK: "mask"}
@@ -90,7 +90,7 @@ def _classify_expr(expr: Expr) -> str:
 
 
 def _describe_inside(form: Form) -> tuple[str, str]:
-    """Of what is inside an attention."""
+    """Return ``read_as`` and ``what`` for a form inside an attention."""
     if isinstance(form, Cache):
         return "cache", format_multiple(form.factor, escape(form.name))
     if isinstance(form, QueryTerms):

@@ -1,8 +1,8 @@
-"""Which elements of a cache, or of rows and slots, a tensor holds: told per axis, without holding them.
+"""Track which elements of a cache, or of rows and slots, a tensor holds, without storing the elements.
 
-A cache of 32 003 slots × 512 dimensions is moved about by operators as labels. The place of an element along a label
-(KV head, slot, dimension, row) is a base plus what every axis adds at the element's index. Where a window of slots was
-taken, the position says where it begins.
+The element numbers of a cache of 32 003 slots × 512 dimensions are too many to move them through every operator.
+Instead, a :class:`View` gives each element a place along each label (KV head, slot, dimension, row): a base, plus what
+each axis adds for the element's index. If a window of slots was taken, a table gives its first slot by position.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LARGEST_AXIS = 1 << 20
 
 
 class Along(NamedTuple):
-    """What one axis runs along: a label, the places there, and the table that says by position where they begin."""
+    """The places of the elements of one axis."""
 
-    label: Label | None
-    places: Ids
-    window: int | None
+    label: Label | None  # the one label whose places change along the axis; None for an axis of one element
+    places: Ids  # ``[size]``, along that label
+    window: int | None  # number of the table of first slots that the places start from; None without a window
 
 
 def _make_error() -> UnreadableError:
@@ -35,16 +35,16 @@ def _make_error() -> UnreadableError:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Elements by axes."""
+    """The places of all elements of a tensor, axis by axis."""
 
-    labels: tuple[Label, ...]  # along which elements have places
-    base: Ids  # ``[labels]``, the place of the first element
-    axes: tuple[Ids, ...]  # per axis ``[labels, size]``, what each index adds; the first adds nothing
-    starts: Mapping[Label, int]  # by label, the number of the table that says, by position, where its window begins
+    labels: tuple[Label, ...]
+    base: Ids  # ``[labels]``, the places of the first element
+    axes: tuple[Ids, ...]  # per axis ``[labels, size]``, what each index adds to the places; index 0 adds nothing
+    starts: Mapping[Label, int]  # label → number of the table that gives the first place of its window by position
 
     @staticmethod
     def of_shape(labels: Sequence[Label], shape: Sequence[int]) -> View:
-        """All elements of ``shape``, an axis a label."""
+        """Return the view of a tensor of ``shape``, each axis along a label of its own."""
         axes = (np.outer(np.arange(len(labels)) == i, np.arange(n)) for i, n in enumerate(shape))
         return View(tuple(labels), np.zeros(len(labels), np.int64), tuple(axes), {})
 
@@ -53,23 +53,25 @@ class View:
         return tuple(axis.shape[1] for axis in self.axes)
 
     def with_axis(self, axis: int, added: Ids) -> View:
-        """With the axis ``axis`` as ``added`` says, which need not begin with 0."""
+        """Return a copy whose axis ``axis`` adds ``added`` ``[labels, size]``, which need not begin with 0."""
         axes = (*self.axes[:axis], added - added[:, :1], *self.axes[axis + 1 :])
         return replace(self, axes=axes, base=self.base + added[:, 0])
 
     def along(self, axis: int) -> Along:
-        """Where the elements of an axis lie along which one label runs; no label for an axis of one element."""
+        """Return the places along an axis; raise UnreadableError if the places of several labels change along it."""
         if self.shape[axis] == 1:
             return Along(None, np.zeros(1, np.int64), None)
-        running = np.flatnonzero(self.axes[axis].any(1))
-        if running.size != 1:
+        columns = np.flatnonzero(self.axes[axis].any(1))
+        if columns.size != 1:
             raise _make_error()
-        column = int(running[0])
+        column = int(columns[0])
         label = self.labels[column]
         return Along(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
 
     def places(self, axes: Sequence[int], label: Label) -> Ids:
-        """The places along ``label`` by the indices of ``axes``, along which nothing else runs."""
+        """Return the places along ``label`` ``[*sizes of axes]``; raise UnreadableError if another label changes along
+        ``axes``.
+        """
         column = self.labels.index(label)
         if not self.running(axes) <= {label}:
             raise _make_error()
@@ -79,34 +81,34 @@ class View:
         return places
 
     def only(self, label: Label) -> int:
-        """The one axis that ``label`` runs along."""
+        """Return the one axis along which the places of ``label`` change; raise UnreadableError otherwise."""
         axes = [axis for axis in range(len(self.axes)) if label in self.running([axis])]
         if len(axes) != 1:
             raise _make_error()
         return axes[0]
 
     def running(self, axes: Sequence[int]) -> set[Label]:
-        """The labels that run along ``axes``."""
+        """Return the labels whose places change along ``axes``."""
         return {self.labels[column] for axis in axes for column in np.flatnonzero(self.axes[axis].any(1))}
 
     def same(self, other: View) -> bool:
-        """Whether it holds the same elements in the same places."""
+        """Return whether both views give every element the same places."""
         return (
             (self.labels, self.shape, self.starts) == (other.labels, other.shape, other.starts)
             and np.array_equal(self.base, other.base)
             and all(map(np.array_equal, self.axes, other.axes))
         )
 
-    # How operators move them.
+    # Operators that move elements.
 
     def reshaped(self, shape: Sequence[int]) -> View:
-        """Row-major, as RESHAPE has it: axes are joined, and split where what is added is a sum.
+        """Return the view after RESHAPE to ``shape``, which is row-major.
 
-        New axes are filled from the first on. ``remaining`` is what is left of the axes taken so far: what its indices
-        add, where the new axes before it are at 0. Another axis is joined to it (the index of a joined axis is that of
-        the first times the size of the second, plus that of the second) until the next size divides it. Then
-        ``table[i, j]``, what the index ``i`` of the new axis and the index ``j`` of the rest add together, has to be
-        ``outer[i] + remaining[j]``: only so is one a new axis, and the other what is left.
+        The new axes are split off one by one, the first one first. ``remaining`` is the axis that is left to split: old
+        axes are joined to it, in order, until the next size divides its length. For each label it is then a table
+        ``[size, rest]``, which must be a sum, ``table[i, j] = outer[i] + inner[j]``: the axes of a view add to a place
+        independently. ``outer`` becomes the new axis and ``inner`` remains. A table that is no such sum, as when
+        transposed axes are joined and split at another place, is refused.
         """
         if math.prod(shape) != math.prod(self.shape):
             raise _make_error()
@@ -119,21 +121,21 @@ class View:
                 if remaining.shape[1] > _LARGEST_AXIS:
                     raise _make_error()
             table = remaining.reshape(len(remaining), size, -1)
-            outer, remaining = table[:, :, 0], table[:, 0]
-            if not np.array_equal(table, outer[:, :, None] + remaining[:, None]):
+            outer, inner = table[:, :, 0], table[:, 0]
+            if not np.array_equal(table, outer[:, :, None] + inner[:, None]):
                 raise _make_error()
             axes.append(outer)
+            remaining = inner
         return replace(self, axes=tuple(axes))
 
     def _make_unit_axis(self) -> Ids:
-        """An axis of one element."""
         return np.zeros((len(self.labels), 1), np.int64)
 
     def transposed(self, order: Sequence[int]) -> View:
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
     def broadcast(self, sizes: Sequence[int]) -> View:
-        """Axes of one element repeated, as BROADCAST_TO has it."""
+        """Return the view after BROADCAST_TO: axes of one element are repeated."""
         view = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
         for axis, size in enumerate(sizes):
             if view.shape[axis] not in (1, size):
@@ -142,20 +144,20 @@ class View:
         return view
 
     def picked(self, axis: int, chosen: Ids) -> View:
-        """Some indices of an axis, in any order."""
+        """Return the view of some indices of an axis, in the order of ``chosen``."""
         if not chosen.size or not ((chosen >= 0) & (chosen < self.shape[axis])).all():
             raise _make_error()
         return self.with_axis(axis, self.axes[axis][:, chosen])
 
     def window(self, axis: int, size: int, table: int) -> View:
-        """``size`` indices of a whole axis, from where the table ``table`` says."""
+        """Return the view of ``size`` indices of a complete axis, the first one given by the table number ``table``."""
         label, places, window = self.along(axis)
         if label is None or window is not None or not np.array_equal(places, np.arange(places.size)):
             raise _make_error()
         return replace(self.with_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
 
     def without(self, axis: int, *, keeps: bool) -> View:
-        """Reduced over ``axis``, which stays as one element if ``keeps``."""
+        """Return the view after a reduction over ``axis``, which stays as one element if ``keeps``."""
         return replace(
             self, axes=(*self.axes[:axis], *([self._make_unit_axis()] if keeps else []), *self.axes[axis + 1 :])
         )
