@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: the list is whole, imports run downwards, and nothing imports in a circle."""
+"""Check docs/architecture.md: every room is listed, rooms import only rooms below them, and there is no cycle."""
 
 from __future__ import annotations
 
@@ -17,83 +17,81 @@ DOCUMENT = ROOT / "docs" / "architecture.md"
 
 
 @cache
-def rooms() -> tuple[str, ...]:
-    """What stands directly below the package, highest first."""
+def list_rooms() -> tuple[str, ...]:
+    """Return the packages and modules directly in mtp_extract, the highest first."""
     (block,) = re.findall(r"```text\nmtp_extract/\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     return tuple(re.fullmatch(r"  (\S+) +\S.*", line).group(1) for line in block.splitlines())
 
 
-def room_of(path: str) -> str:
-    """The room of a file."""
-    return next(room for room in rooms() if path == room or (room.endswith("/") and path.startswith(room)))
+def find_room(path: str) -> str:
+    return next(room for room in list_rooms() if path == room or (room.endswith("/") and path.startswith(room)))
 
 
 @cache
-def modules() -> dict[str, str]:
-    """Dotted name → path relative to the package."""
-    found = {}
+def list_modules() -> dict[str, str]:
+    """Return dotted name → path relative to the package."""
+    paths = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE)
         parts = path.with_suffix("").parts
-        found[".".join(("mtp_extract", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path.as_posix()
-    return found
+        paths[".".join(("mtp_extract", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path.as_posix()
+    return paths
 
 
 @cache
-def imports() -> dict[str, frozenset[str]]:
-    """Module → the modules of the package that it imports anywhere in it, in functions and for type checkers too."""
-    return {name: frozenset(_imported(name)) for name in modules()}
+def read_imports() -> dict[str, frozenset[str]]:
+    """Return module → the modules of the package that it imports, also in functions and for type checkers."""
+    return {name: frozenset(_list_imports(name)) for name in list_modules()}
 
 
-def _imported(module: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse((PACKAGE / modules()[module]).read_text(encoding="utf-8"))):
+def _list_imports(module: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse((PACKAGE / list_modules()[module]).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules())
+            yield from (alias.name for alias in node.names if alias.name in list_modules())
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative imports hide where they go"
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                if name in modules():
+                if name in list_modules():
                     yield name
-                elif node.module in modules():
+                elif node.module in list_modules():
                     yield node.module
 
 
 def test_every_room_is_listed() -> None:
-    there = {path.split("/")[0] + "/" * ("/" in path) for path in modules().values()}
-    assert len(set(rooms())) == len(rooms())
-    assert set(rooms()) == there
+    assert sorted(list_rooms()) == sorted(
+        {path.split("/")[0] + "/" * ("/" in path) for path in list_modules().values()}
+    )
 
 
 def test_imports_run_downwards() -> None:
-    order = {room: number for number, room in enumerate(rooms())}
-    paths = modules()
+    order = {room: number for number, room in enumerate(list_rooms())}
+    paths = list_modules()
     upwards = [
-        f"{paths[module]} ({room_of(paths[module])}) imports {paths[other]} ({room_of(paths[other])})"
-        for module, others in imports().items()
-        for other in others
-        if order[room_of(paths[module])] > order[room_of(paths[other])]
+        f"{paths[module]} ({find_room(paths[module])}) imports {paths[target]} ({find_room(paths[target])})"
+        for module, targets in read_imports().items()
+        for target in targets
+        if order[find_room(paths[module])] > order[find_room(paths[target])]
     ]
     assert not upwards
 
 
-def test_no_import_goes_round_in_a_circle() -> None:
-    graph = {module: others - {module} for module, others in imports().items()}
-    assert len(list(TopologicalSorter(graph).static_order())) == len(modules())
+def test_there_is_no_cycle_of_imports() -> None:
+    graph = {module: targets - {module} for module, targets in read_imports().items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(list_modules())
 
 
 def test_the_imports_are_seen() -> None:
-    """The tests above are worth what this reading is: one of a function, one for type checkers, one of a module."""
-    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.validation.run"]
-    assert "mtp_extract.checkpoint.weight" in imports()["mtp_extract.checkpoint.checkpoint"]
-    assert "mtp_extract.pipeline.extraction" in imports()["mtp_extract.api"]
-    assert room_of("validation/report/verdict.py") == "validation/"
-    assert room_of("validation/run.py") == "validation/"
+    """The tests above rely on it: an import in a function, one for type checkers, and one of a module."""
+    assert "mtp_extract.pipeline.extraction" in read_imports()["mtp_extract.validation.run"]
+    assert "mtp_extract.checkpoint.weight" in read_imports()["mtp_extract.checkpoint.checkpoint"]
+    assert "mtp_extract.pipeline.extraction" in read_imports()["mtp_extract.api"]
+    assert find_room("validation/report/verdict.py") == find_room("validation/run.py") == "validation/"
 
 
-def test_imports_by_a_name_in_a_variable_hide_nothing() -> None:
-    """An import that this reading cannot see stands where names are listed, or asks for another package."""
-    paths = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in modules().values()}
+def test_dynamic_imports_hide_nothing() -> None:
+    """Imports that are not seen here are those of modules that list names, and those of other packages."""
+    paths = {path: (PACKAGE / path).read_text(encoding="utf-8") for path in list_modules().values()}
     listing = {f"{room}__init__.py" for room in ("", "cli/", "formats/")} | {"architecture/architecture.py"}
     others = {"io/http_library.py", "evaluation/extras.py"}
     assert {path for path, text in paths.items() if re.search("import_module|resolve_name", text)} == listing | others

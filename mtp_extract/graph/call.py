@@ -174,9 +174,7 @@ class Call:
 
 
 def ints(array: Array) -> list[int]:
-    """Return the integers of an operand that holds a shape, axes or offsets; raise FormatError if they are not INT32,
-    the only type that LiteRT reads.
-    """
+    """Return the integers of a shape, axes or offsets; raise FormatError unless they are INT32, as LiteRT requires."""
     if array.dtype != np.int32:
         raise FormatError(f"Expected shapes, axes and offsets of INT32, found {array.dtype}.")
     return [int(n) for n in array.reshape(-1)]

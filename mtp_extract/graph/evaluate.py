@@ -147,9 +147,7 @@ def _compute_integers(call: Call, function: Callable[..., Any], *operands: Array
 
 
 def _make_elementwise(function: Callable[..., Any], count: int, *, on_integers: bool = False) -> Kernel:
-    """Return a kernel for ``count`` operands of one type; ``on_integers`` if its result has the type of its operands,
-    so that integers are computed exactly.
-    """
+    """Return a kernel for ``count`` operands of one type; ``on_integers`` if it computes integers of integers."""
 
     def kernel(call: Call, *operands: Array) -> Array:
         if len(operands) != count:
@@ -176,11 +174,8 @@ def _select(call: Call, condition: Array, yes: Array, no: Array) -> Array:
 
 
 def _cast(call: Call, x: Array) -> Array:
-    """Convert to floats or bools, or integers to integers. A target type without a NumPy type gives float64, which
-    :class:`_SampleBatch` refuses.
-    """
     target = call.node.outputs[0].tensor.type
-    kind = np.dtype(NUMPY_TYPES.get(target))
+    kind = np.dtype(NUMPY_TYPES.get(target))  # float64 for an unknown type, which is refused with the result
     if target in FLOAT_TYPES - {TensorType.FLOAT32}:
         return _round_to_half(x.astype(np.float32), target)
     if kind.kind in "bf" or x.dtype.kind == "b":
@@ -223,11 +218,7 @@ _ELEMENTWISE: dict[str, Kernel] = {
     **dict.fromkeys(("SELECT", "SELECT_V2"), _select),
 }
 KERNELS: MappingProxyType[str, Kernel] = MappingProxyType(
-    {
-        **{kind: kernel for kind, (_, kernel) in _LAYOUT.items()},
-        **_ELEMENTWISE,
-        "BATCH_MATMUL": _multiply_matrices,
-    }
+    {**{kind: kernel for kind, (_, kernel) in _LAYOUT.items()}, **_ELEMENTWISE, "BATCH_MATMUL": _multiply_matrices}
 )
 """Kind → kernel. Any other operator is refused."""
 
@@ -265,9 +256,7 @@ def is_rounded(node: Node) -> bool:
 
 
 def computes_with_rounded(graph: FlatGraph, values: Iterable[Value]) -> bool:
-    """Return whether an operator on the way to ``values`` computes with a rounded result (:func:`is_rounded`), rather
-    than only moving or converting it.
-    """
+    """Return whether ``values`` are computed from rounded results (:func:`is_rounded`), not only moved or converted."""
     rounded = set[int]()
     for node in _list_producers(graph, (source for value in values for source in ancestors(value))):
         reads_rounded = any(id(operand) in rounded for operand in node.inputs)
@@ -344,9 +333,7 @@ def _list_producers(graph: FlatGraph, values: Iterable[Value]) -> list[Node]:
 
 
 def _charge_budget(graph: FlatGraph, wanted: Value, reached: Collection[Value], samples: int, step: int) -> None:
-    """Subtract the cost of ``reached``, ``step`` samples at a time, from the graph's budget; raise UnsupportedError if
-    it is used up.
-    """
+    """Subtract the cost of computing ``reached`` from the graph's budget; raise UnsupportedError if it is used up."""
     # A value that all samples share is computed again in every step.
     steps = -(-samples // step)
     numbers = (value.tensor.elements * (samples if value.depends else steps) for value in reached)
@@ -421,9 +408,7 @@ class _SampleBatch:
 
 
 def _move_last_bits(results: Array, direction: int, seed: int) -> Array:
-    """Move each float to its neighbour above or below at random, as other hardware may round it; the opposite
-    ``direction`` moves each the other way.
-    """
+    """Move each float up or down by one last bit at random; the opposite ``direction`` moves each the other way."""
     rises = np.random.default_rng(seed).integers(0, 2, results.shape, np.uint8).astype(bool)
     targets = np.where(rises, np.float32(direction * np.inf), np.float32(-direction * np.inf))
     neighbours: Array = np.nextafter(results, targets)
@@ -473,7 +458,6 @@ def _run_kernel(call: Call, operands: list[Array]) -> tuple[Array, ...]:
 
 
 def _run_per_sample(call: Call, operands: Sequence[Array], samples: int) -> tuple[Array, ...]:
-    """Return the results of an operator by running its kernel once for each sample."""
     kernel = KERNELS[call.node.kind]
     results = [kernel(call, *(x[..., min(at, x.shape[-1] - 1)] for x in operands)) for at in range(samples)]
     arrays_by_output = zip(*results, strict=True) if isinstance(results[0], tuple) else [results]

@@ -242,9 +242,8 @@ class _Builder:
         if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
             raise UnsupportedError(f"{op.label} hands no operand on: it has not one result.")
         tensor = self.model.tensor(op.subgraph, op.outputs[0])
-        similar = [
-            v for v in inputs if v is not None and v.tensor.type is tensor.type and v.tensor.shape == tensor.shape
-        ]
+        kind = tensor.type, tensor.shape
+        similar = [v for v in inputs if v is not None and (v.tensor.type, v.tensor.shape) == kind]
         # Prefer activations: a mask of the same shape may be another operand.
         candidates = [v for v in similar if v.depends & Depends.DATA] or [v for v in similar if v.depends]
         if len({id(value) for value in candidates}) != 1:
@@ -400,7 +399,6 @@ def _bind_inputs(graph: Subgraph, signature: Signature, names: Mapping[str, str]
 
 
 def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
-    """Raise RoleError unless the tensors inside and outside of a composite agree in type, shape and scales."""
     same = (inner.type_id, tuple(inner.shape)) == (outer.type_id, tuple(outer.shape))
     if same and inner.type not in FLOAT_TYPES:
         quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
@@ -413,9 +411,7 @@ def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
 
 
 def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
-    """Raise UnsupportedError unless the attribute ``scale`` of a product with a cache equals the cache's own scale:
-    accelerators compute with the attribute, CPUs with the cache's.
-    """
+    # Accelerators compute with the attribute of a product with a cache, CPUs with the scale of the cache itself.
     scales = [] if cache.quantization is None else cache.quantization.scale.tolist()
     # For a float cache, 0 and 1 mean that there is no scale.
     if scales[:1] == [np.float32(stated)] or (cache.type in FLOAT_TYPES and stated in (0.0, 1.0)):
@@ -430,9 +426,7 @@ def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
 
 
 def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
-    """Yield ``start`` and every value that it is computed from, once each; do not go beyond values whose ``id`` is in
-    ``stops``.
-    """
+    """Yield ``start`` and all values before it, once each; stop at values whose ``id`` is in ``stops``."""
     visited, queue = {id(start)}, [start]
     while queue:
         value = queue.pop()

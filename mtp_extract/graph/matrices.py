@@ -43,9 +43,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
 
 
 def _check_codes(source: QuantizedTensor) -> None:
-    """Raise UnreadableError unless integer weights are as LiteRT's kernels expect: signed, with a scale for the tensor
-    or for each output, and without zero points.
-    """
+    # LiteRT's kernels take integer weights as signed, with one scale or a scale for each output, without zero points.
     label, storage = source.tensor.label, source.storage
     if source.tensor.type is TensorType.INT16:
         raise UnreadableError(f"reads {label}, of a type that LiteRT multiplies by nothing")

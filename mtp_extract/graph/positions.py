@@ -96,10 +96,8 @@ class Positions:
         return tensor.type, *tensor.shape, node.kind, node.op.activation, axis, *operands
 
     def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
-        """Return the position inputs among ``needed`` as runtimes fill them, ``[positions, *shape]`` each.
-
-        ``input_pos`` is the position; ``param_tensor`` has the slots to write and read, ``[start, end, end]``, and
-        zeros.
+        """Return the position inputs among ``needed`` as runtimes fill them, ``[positions, *shape]`` each: the
+        position, or the slots to write and read, ``[start, end, end]``, and zeros.
         """
         filled = {}
         for name in sorted(needed & {INPUT_POS, PARAM_TENSOR}):

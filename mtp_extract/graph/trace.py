@@ -90,7 +90,6 @@ def _classify_expr(expr: Expr) -> str:
 
 
 def _describe_inside(form: Form) -> tuple[str, str]:
-    """Return ``read_as`` and ``what`` for a form inside an attention."""
     if isinstance(form, Cache):
         return "cache", format_multiple(form.factor, escape(form.name))
     if isinstance(form, QueryTerms):

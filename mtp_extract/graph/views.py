@@ -69,9 +69,7 @@ class View:
         return Along(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
 
     def places(self, axes: Sequence[int], label: Label) -> Ids:
-        """Return the places along ``label`` ``[*sizes of axes]``; raise UnreadableError if another label changes along
-        ``axes``.
-        """
+        """Return the places along ``label`` ``[*sizes of axes]``; no other label may change along ``axes``."""
         column = self.labels.index(label)
         if not self.running(axes) <= {label}:
             raise _make_error()

@@ -1,4 +1,4 @@
-"""What is printed of a graph, operator by operator, is what the reader took each value for."""
+"""The trace of a graph prints how the reader understood each value, operator by operator."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from helpers.variant_files import variant
 PUBLISHED = "jax_published"
 
 
-def traced(file: Path) -> tuple[list[dict[str, object]], str]:
-    """The trace of ``file`` as JSON has it, and the error."""
-    done = run_here("inspect", file, "--graph", "--json")
-    return json.loads(done.stdout)["trace"], done.stderr
+def trace(file: Path) -> tuple[list[dict[str, object]], str]:
+    """Return the trace of ``file`` in JSON, and the error message."""
+    result = run_here("inspect", file, "--graph", "--json")
+    return json.loads(result.stdout)["trace"], result.stderr
 
 
 def test_every_matrix_and_norm_of_a_drafter_stands_in_the_trace_with_its_role() -> None:
-    lines, error = traced(variant(PUBLISHED))
+    lines, error = trace(variant(PUBLISHED))
 
     assert not error
-    named = Counter(line["what"] for line in lines)
+    counts = Counter(line["what"] for line in lines)
     roles = ("pre_projection", "lm_head", "post_projection", "final_norm", "layers.0.q_norm", "layers.3.down_proj")
-    assert {role: named[role] for role in roles} == dict.fromkeys(roles, 1)
-    taken = {line["read_as"] for line in lines}
-    assert {"norm", "stream", "product", "cache", "rotated query", "score", "weights", "mixed", "position"} <= taken
+    assert {role: counts[role] for role in roles} == dict.fromkeys(roles, 1)
+    forms = {line["read_as"] for line in lines}
+    assert {"norm", "stream", "product", "cache", "rotated query", "score", "weights", "mixed", "position"} <= forms
 
 
 def test_the_trace_ends_at_the_operator_that_the_error_names(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_trace_ends_at_the_operator_that_the_error_names(tmp_path: Path) -> 
     graph.insert(softmax.inputs[0], lambda x: graph.call("TANH", x), into=[softmax])
     file.write_bytes(graph.data())
 
-    lines, error = traced(file)
+    lines, error = trace(file)
 
     assert [line["read_as"] for line in lines].count("refused") == 1
     assert (lines[-1]["kind"], lines[-1]["read_as"]) == ("TANH", "refused")
@@ -61,21 +61,21 @@ def test_the_row_of_a_block_that_is_not_found_is_marked(tmp_path: Path, place: s
     edge(place, with_number("ADD", 1e-3))(graph)
     file.write_bytes(graph.data())
 
-    lines, error = traced(file)
+    lines, error = trace(file)
 
     (row,) = [line for line in lines if line["read_as"] == "refused"]
     assert str(row["what"]).startswith(what)
     assert str(row["what"]) in error
-    assert row is not lines[-1], "all others were read"
+    assert row is not lines[-1], "the trace goes on after the block"
 
 
-def test_the_row_of_what_is_refused_says_why() -> None:
+def test_the_row_of_a_refused_operator_has_the_reason() -> None:
     shown = run_here("inspect", variant("jax_hadamard"), "--graph").stdout
 
     assert "refused        [1,64]       is a Hadamard rotation: the weights beside it are stored rotated" in shown
 
 
-def test_every_tensor_is_listed_of_a_graph_that_is_refused() -> None:
+def test_every_tensor_of_a_refused_graph_is_listed() -> None:
     shown = run_here("inspect", variant("jax_hadamard"), "--tensors").stdout
     report = json.loads(run_here("inspect", variant("jax_hadamard"), "--tensors", "--json").stdout)
 

@@ -1,4 +1,4 @@
-"""Views hold the elements that NumPy moves: each by its place along every label."""
+"""Views give every element the place along each label that NumPy gives it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from mtp_extract.graph.views import View
 Places = dict[Any, np.ndarray]
 
 
-def explicit(view: View) -> Places:
-    """Per label, the place of every element: what all axes add, one by one."""
-    found = {}
-    for column, label in enumerate(view.labels):
-        added = [axis[column] for axis in view.axes]
-        found[label] = view.base[column] + functools.reduce(np.add.outer, added, np.zeros((), np.int64))
-    return found
+def compute_places(view: View) -> Places:
+    """Return label → the place of every element, which is the base plus the sum over all axes."""
+    return {
+        label: base + functools.reduce(np.add.outer, [axis[column] for axis in view.axes], np.zeros((), np.int64))
+        for column, (label, base) in enumerate(zip(view.labels, view.base, strict=True))
+    }
 
 
 def step(view: View, kind: str, a: int, b: int) -> tuple[View, Callable[[np.ndarray], np.ndarray]]:
-    """One operator on ``view``, its numbers drawn from ``a`` and ``b``, and the same by NumPy."""
+    """Apply an operator with parameters drawn from ``a`` and ``b``; return the view and the same NumPy function."""
     shape, rank = view.shape, len(view.axes)
     axis, size = a % rank, view.shape[a % rank]
     if kind == "RESHAPE":
-        split = [d for d in range(1, size + 1) if size % d == 0]
-        parts = [split[b % len(split)], size // split[b % len(split)]]
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        parts = [divisors[b % len(divisors)], size // divisors[b % len(divisors)]]
         flat = [n for n in shape if n > 1] or [1]
-        wanted = [[*shape[:axis], *parts, *shape[axis + 1 :]], flat, [int(np.prod(shape))], shape[::-1]][b % 4]
-        return view.reshaped(wanted), lambda x: x.reshape(wanted)
+        target = [[*shape[:axis], *parts, *shape[axis + 1 :]], flat, [int(np.prod(shape))], shape[::-1]][b % 4]
+        return view.reshaped(target), lambda x: x.reshape(target)
     if kind == "TRANSPOSE":
         order = [int(n) for n in np.roll(np.arange(rank)[:: 1 if b % 2 else -1], a)]
         return view.transposed(order), lambda x: np.transpose(x, order)
@@ -53,22 +52,22 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11), st.intege
 
 @given(st.sampled_from([(1, 2, 6, 4), (2, 1, 12, 1), (3, 4), (1, 1, 8, 2)]), STEPS)
 @settings(max_examples=250, deadline=None)
-def test_views_are_what_numpy_moves(shape: tuple[int, ...], steps: list[tuple[str, int, int]]) -> None:
+def test_views_follow_numpy(shape: tuple[int, ...], steps: list[tuple[str, int, int]]) -> None:
     view = View.of_shape(range(len(shape)), shape)
     for kind, a, b in steps:
         try:
-            made, move = step(view, kind, a, b)
+            result, move = step(view, kind, a, b)
         except UnreadableError:
-            continue  # What cannot be followed is refused.
-        for label, places in explicit(made).items():
-            np.testing.assert_array_equal(places, move(explicit(view)[label]), f"{kind} of {view.shape}")
-        view = made
+            continue  # A view cannot describe the result.
+        for label, places in compute_places(result).items():
+            np.testing.assert_array_equal(places, move(compute_places(view)[label]), f"{kind} of {view.shape}")
+        view = result
         if not 0 < len(view.axes) <= 6 or np.prod(view.shape) > 1000:
             break
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_operator_is_followed_on_a_whole_cache(kind: str) -> None:
+def test_every_operator_is_followed_on_a_complete_cache(kind: str) -> None:
     followed = 0
     for a, b in np.ndindex(4, 4):
         with suppress(UnreadableError):
@@ -76,16 +75,16 @@ def test_every_operator_is_followed_on_a_whole_cache(kind: str) -> None:
     assert followed >= 8
 
 
-def test_the_same_elements_elsewhere_are_another_view() -> None:
+def test_views_with_other_places_are_different() -> None:
     view = View.of_shape("abcd", (1, 2, 6, 4))
     assert view.same(view.transposed([1, 0, 2, 3]).transposed([1, 0, 2, 3]))
     assert view.same(view.reshaped([12, 4]).reshaped([1, 2, 6, 4]))
-    others = [view.transposed([0, 1, 3, 2]), view.picked(1, np.array([1, 0]))]
-    others += [view.window(2, 6, 0), view.picked(2, np.arange(5))]
-    assert not any(view.same(other) for other in others)
+    different = [view.transposed([0, 1, 3, 2]), view.picked(1, np.array([1, 0]))]
+    different += [view.window(2, 6, 0), view.picked(2, np.arange(5))]
+    assert not any(map(view.same, different))
 
 
-def test_a_window_is_taken_of_whole_axes_alone() -> None:
+def test_a_window_is_taken_of_complete_axes_only() -> None:
     view = View.of_shape("abcd", (1, 2, 6, 4))
     assert view.window(2, 3, 7).along(2)[2] == 7
     for odd in (view.picked(2, np.arange(5, -1, -1)), view.window(2, 3, 7), view.reshaped([1, 12, 4, 1])):
