@@ -69,9 +69,9 @@ def _slice(call: Call, x: Array, begin: Array, size: Array) -> Array:
 def _slice_with_strides(call: Call, x: Array, begin: Array, end: Array, strides: Array) -> Array:
     no_begin, no_end, ellipsis, new_axis, drops = (call.option(slot, "i") for slot in range(5))
     if ellipsis or new_axis or call.option(5, "?", False):
-        raise call.refuse("adds axes, or counts its ends from its begins")
+        raise call.refuse("adds axes, or has ends that are offsets from its begins")
     if drops and min(ints(strides)) < 0:
-        raise call.refuse("drops an axis that it takes backwards, where LiteRT reads beyond its operand")
+        raise call.refuse("drops an axis that it reads backwards, for which LiteRT reads beyond its operand")
     index: list[Any] = []
     for axis, bounds in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
         bit = 1 << axis
@@ -83,7 +83,7 @@ def _slice_with_strides(call: Call, x: Array, begin: Array, end: Array, strides:
 def _gather(call: Call, x: Array, chosen: Array) -> Array:
     axis = call.option(0, "i")
     if call.option(1, "i"):
-        raise call.refuse("chooses otherwise in each batch")
+        raise call.refuse("has other indices in each batch")
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
         raise call.refuse("takes elements that its operand lacks")
     call.check_size(x.size // max(x.shape[axis], 1), chosen.size)
@@ -156,7 +156,7 @@ def _make_elementwise(function: Callable[..., Any], count: int, *, on_integers: 
         result_names = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
         if names & _SMALL_INTEGERS:
             raise call.refuse(
-                f"computes with {' and '.join(sorted(names))}, as LiteRT's kernels do in ways of their own"
+                f"computes with {' and '.join(sorted(names))}, for which LiteRT's kernels have rules of their own"
             )
         if len(names) > 1 or (result_names and result_names != names):
             raise call.refuse(f"mixes {' and '.join(sorted(names | result_names))}")
@@ -373,7 +373,7 @@ class _SampleBatch:
         if value.input_name is None:
             return self.arrays.setdefault(id(value), _read_constant(self.graph, value.tensor)[..., None])
         if value.input_name not in self.inputs:
-            raise UnsupportedError(f"The input {escape(value.input_name)!r} is none that this release can fill.")
+            raise UnsupportedError(f"This release cannot fill the input {escape(value.input_name)!r}.")
         return self.inputs[value.input_name]
 
     def _compute(self, node: Node) -> None:
@@ -403,7 +403,7 @@ class _SampleBatch:
                 raise FormatError(f"{value.label} is computed as {list(array.shape[:-1])}: the graph is damaged.")
             # MAXIMUM and MINIMUM of NaN depend on the hardware.
             if array.dtype.kind == "f" and np.isnan(array).any():
-                raise call.refuse("makes what is no number")
+                raise call.refuse("makes NaN, which is no number")
             self.arrays[id(value)] = array
 
 
@@ -473,7 +473,7 @@ def _move_records(call: Call, operands: list[Array], moved: tuple[int, ...]) -> 
     """
     samples, dtype = max(x.shape[-1] for x in operands), operands[moved[0]].dtype
     if any(x.dtype != dtype for i, x in enumerate(operands) if i in moved):
-        raise call.refuse("brings different types together")
+        raise call.refuse("joins tensors of different types")
 
     def view_records(x: Array) -> Array:
         contiguous = np.ascontiguousarray(np.broadcast_to(x, (*x.shape[:-1], samples)))
@@ -497,7 +497,7 @@ def _read_constant(graph: FlatGraph, tensor: Tensor) -> Array:
     if tensor.elements == 0:
         return np.empty(tensor.shape, kind or np.float32)
     if tensor.elements > LARGEST_CONSTANT or tensor.sparse:
-        raise UnsupportedError(f"{tensor.label} is no constant that a drafter computes with.")
+        raise UnsupportedError(f"{tensor.label} is too large, or sparse: no drafter computes with such a constant.")
     if tensor.type in FLOAT_TYPES:
         # Infinities are legal here: a masked score may be −∞, a table of divisors may hold ∞.
         return widened(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)

@@ -168,7 +168,7 @@ class Expressions:
         factors = {left: term.factor}
         factors[right] = factors.get(right, 0.0) + sign * other.factor
         if not all(factor and math.isfinite(factor) for factor in factors.values()):
-            raise UnreadableError("adds nothing or no number, or takes all of a value away")
+            raise UnreadableError("adds zero or an infinite number, or subtracts a value from itself")
         if len(factors) == 1:
             return Term(factors[left], left, ids)
         return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)
@@ -179,7 +179,7 @@ class Expressions:
         """
         is_positive = term.factor > 0 and all(self.is_positive(expr) for expr in term.expr.powers)
         if not exponent or ((exponent != int(exponent) or exponent < 0) and not is_positive):
-            raise UnreadableError("takes a root or a quotient of what may be negative")
+            raise UnreadableError("takes a root or a reciprocal of a value that may be negative")
         powers = {expr: power * exponent for expr, power in term.expr.powers.items()}
         return Term(term.factor**exponent, self.product(powers, term.expr.size), term.ids)
 

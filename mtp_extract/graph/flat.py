@@ -240,14 +240,14 @@ class _Builder:
     def _bypass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         """Replace the result of ``op`` by its one operand that is no constant."""
         if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
-            raise UnsupportedError(f"{op.label} hands no operand on: it has not one result.")
+            raise UnsupportedError(f"{op.label} cannot be left out: it has not exactly one result.")
         tensor = self.model.tensor(op.subgraph, op.outputs[0])
         kind = tensor.type, tensor.shape
         similar = [v for v in inputs if v is not None and (v.tensor.type, v.tensor.shape) == kind]
         # Prefer activations: a mask of the same shape may be another operand.
         candidates = [v for v in similar if v.depends & Depends.DATA] or [v for v in similar if v.depends]
         if len({id(value) for value in candidates}) != 1:
-            raise UnsupportedError(f"{op.label} hands no operand on: it has none, or several, like its result.")
+            raise UnsupportedError(f"{op.label} cannot be left out: not one operand alone is like its result.")
         candidates[0].tensors.append(tensor)
         values[op.outputs[0]] = candidates[0]
 
@@ -407,7 +407,7 @@ def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
         else:
             same = all(q.scales.count == q.zero_points.count == 0 for q in quantizations)
     if not same:
-        raise RoleError(f"{op.label} takes {inner.label} for {outer.label}: another type, shape or scale.")
+        raise RoleError(f"{op.label} passes {outer.label} as {inner.label}, of another type, shape or scale.")
 
 
 def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:

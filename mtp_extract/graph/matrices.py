@@ -30,7 +30,7 @@ def weight_of(graph: FlatGraph, node: Node) -> Value:
         maker = value.producer
     tensor = value.tensor
     if not value.constant or len(tensor.shape) != 2:
-        raise UnreadableError("multiplies by no matrix of constants")
+        raise UnreadableError("multiplies by a value that is no constant matrix")
     if tensor.type not in FLOAT_TYPES and value is node.operand(1):
         _check_codes(QuantizedTensor.of(graph.model, tensor))
     is_square = tensor.shape[0] == tensor.shape[1] > 1 and tensor.elements <= _MOST_ROTATED
@@ -46,12 +46,12 @@ def _check_codes(source: QuantizedTensor) -> None:
     # LiteRT's kernels take integer weights as signed, with one scale or a scale for each output, without zero points.
     label, storage = source.tensor.label, source.storage
     if source.tensor.type is TensorType.INT16:
-        raise UnreadableError(f"reads {label}, of a type that LiteRT multiplies by nothing")
+        raise UnreadableError(f"reads {label}, of a type that LiteRT does not multiply")
     if source.packing is not None and not source.packing.signed:
-        raise UnreadableError(f"reads {label}, which LiteRT takes for signed codes")
+        raise UnreadableError(f"reads {label}, whose unsigned codes LiteRT reads as signed")
     if storage.kind == "per_channel" and storage.axis != 0:
         raise UnreadableError(
-            f"reads {label}, whose scales run along axis {storage.axis}: LiteRT takes them for outputs"
+            f"reads {label}, whose scales run along axis {storage.axis}: LiteRT applies them along axis 0"
         )
     if not storage.symmetric:
         raise UnreadableError(f"reads {label}, whose zero points are not 0: LiteRT ignores them")

@@ -46,7 +46,7 @@ class Positions:
         UnsupportedError if it has too many elements or does not depend on the position alone.
         """
         if value.depends & ~Depends.POSITION or value.tensor.elements > _MOST_NUMBERS:
-            raise UnsupportedError(f"{value.label} is no small value that the position alone decides.")
+            raise UnsupportedError(f"{value.label} is too large, or does not depend on the position alone.")
         if id(value) not in self._tables:
             pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
             table = np.concatenate(pieces)
@@ -146,7 +146,7 @@ def count_cache_slots(graph: FlatGraph) -> int:
     shared = set.intersection(*(set(value.tensor.shape) for value in caches.values())) if caches else {1}
     slots = masks[0][-1] if masks else max(shared, default=1)
     if not 0 < slots <= _MOST_SLOTS:
-        raise UnsupportedError(f"Caches of {slots} slots are none of a drafter.")
+        raise UnsupportedError(f"Caches of {slots} slots: expected 1 to {_MOST_SLOTS}.")
     return slots
 
 
