@@ -159,7 +159,7 @@ class Call:
         # The count was checked here, not charged to the model's budget: the evaluator reads it many times.
         return tuple(np.frombuffer(stored.bytes(), "<i4").tolist())
 
-    def input_tensor(self, position: int) -> Tensor:
+    def get_input_tensor(self, position: int) -> Tensor:
         """Return the tensor that the operator names as input ``position``, inside its composite."""
         return self.graph.model.tensor(self.node.op.subgraph, self.node.op.inputs[position])
 

@@ -152,7 +152,7 @@ def _make_elementwise(function: Callable[..., Any], count: int, *, on_integers: 
     def kernel(call: Call, *operands: Array) -> Array:
         if len(operands) != count:
             raise FormatError(f"{call.node.op.label} has {len(operands)} operands and should have {count}.")
-        names = {call.input_tensor(i).type_name for i in range(count)}
+        names = {call.get_input_tensor(i).type_name for i in range(count)}
         result_names = {result.tensor.type_name for result in call.node.outputs} - {"BOOL"}
         if names & _SMALL_INTEGERS:
             raise call.refuse(
@@ -195,7 +195,7 @@ def _round_to_half(x: Array, kind: TensorType) -> Array:
 
 
 def _multiply_matrices(call: Call, left: Array, right: Array) -> Array:
-    if {call.input_tensor(0).type, call.input_tensor(1).type} != {TensorType.FLOAT32}:
+    if {call.get_input_tensor(0).type, call.get_input_tensor(1).type} != {TensorType.FLOAT32}:
         raise call.refuse("multiplies matrices of other types than FLOAT32")
     a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((left, right)))
     call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
@@ -205,12 +205,11 @@ def _multiply_matrices(call: Call, left: Array, right: Array) -> Array:
 _FUNCTIONS: tuple[np.ufunc, ...] = (np.cos, np.exp, np.log, np.sin, np.sqrt, np.maximum, np.minimum, np.equal)
 _FUNCTIONS += (np.not_equal, np.greater, np.greater_equal, np.less, np.less_equal)
 _FUNCTIONS += (np.logical_not, np.logical_and, np.logical_or)
-_INTEGER_FUNCTIONS = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.multiply}
-_INTEGER_FUNCTIONS |= {"NEG": np.negative}
-_INTEGER_FUNCTIONS |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
+_EXACT_FUNCTIONS = {"ABS": np.abs, "ADD": np.add, "FLOOR_DIV": np.floor_divide, "MUL": np.multiply, "NEG": np.negative}
+_EXACT_FUNCTIONS |= {"POW": np.power, "SQUARE": np.square, "SUB": np.subtract}
 _ELEMENTWISE: dict[str, Kernel] = {
     **{function.__name__.upper(): _make_elementwise(function, function.nin) for function in _FUNCTIONS},
-    **{kind: _make_elementwise(f, f.nin, on_integers=True) for kind, f in _INTEGER_FUNCTIONS.items()},
+    **{kind: _make_elementwise(f, f.nin, on_integers=True) for kind, f in _EXACT_FUNCTIONS.items()},
     "CAST": _cast,
     "DIV": _make_elementwise(np.divide, 2),
     "RSQRT": _make_elementwise(lambda x: 1 / np.sqrt(x), 1),
@@ -422,7 +421,7 @@ def _check_few_bits(call: Call) -> None:
     """
     kind = call.node.kind
     results = [value.tensor for value in call.node.outputs]
-    operands = [call.input_tensor(position) for position in range(len(call.node.inputs))]
+    operands = [call.get_input_tensor(position) for position in range(len(call.node.inputs))]
     if not any(map(has_few_bits, (*operands, *results))):
         return
     widens = not any(map(has_few_bits, results))

@@ -221,9 +221,8 @@ class Expressions:
         return leader, self.part(other.expr, other_ids.reshape(-1)[order]), led_ids.reshape(ids.shape)
 
     def _order_by_leader(self, leader: Expr, ids: Ids) -> tuple[Expr, Ids, Ids]:
-        """Return the leading vector, the position of each of its elements in ``ids``, and ``ids`` as indices into it.
-
-        The leader is ``leader`` if ``ids`` hold each of its elements once; otherwise it is the part that ``ids`` take.
+        """Return the leading vector (``leader`` if ``ids`` hold each of its elements once, else the part that they
+        take), the position of each of its elements in ``ids``, and ``ids`` as indices into it.
         """
         if np.array_equal(np.sort(ids), np.arange(leader.size)):
             return leader, np.argsort(ids), ids
@@ -295,7 +294,7 @@ def _format_expr(expr: Expr, depth: int) -> str:
 def _format_product(expr: Expr, depth: int) -> str:
     """Return a product as text; a product that is divided by the root of a sum of squares is a norm."""
 
-    def strip_repeats(e: Expr) -> Expr:
+    def unwrap(e: Expr) -> Expr:
         return cast(Expr, e.parts[0]) if e.kind in ("each", "tiled") else e
 
     def format_power(text: str, power: float) -> str:
@@ -304,10 +303,8 @@ def _format_product(expr: Expr, depth: int) -> str:
         return f"({text})^{power:g}" if "·" in text and not text.startswith("(") else f"{text}^{power:g}"
 
     powers = expr.powers
-    roots = [
-        e for e, p in powers.items() if p == -0.5 and any(term.kind == "groups" for term in strip_repeats(e).terms)
-    ]
-    weights = [e for e, power in powers.items() if power == 1 and strip_repeats(e).kind == "weight"]
+    roots = [e for e, p in powers.items() if p == -0.5 and any(term.kind == "groups" for term in unwrap(e).terms)]
+    weights = [e for e, power in powers.items() if power == 1 and unwrap(e).kind == "weight"]
     normed = [e for e in powers if e not in (*roots, *weights)]
     factors = {e: format_power(_format_expr(e, depth - 1), power) for e, power in powers.items()}
     if len(roots) == 1 and normed:

@@ -180,11 +180,11 @@ class _Builder:
         self.passed = passed
         self.nodes: list[Node] = []
         self.constants: dict[tuple[int, int], Value] = {}
-        self.opened: list[int] = []
+        self.open_bodies: list[int] = []  # subgraphs of the composites around the current operator
         self.edges = 0
         self.epsilons: dict[str, float] = {}
-        self.cache_scales: list[tuple[Operator, float, Tensor]] = []
-        self.handed: list[tuple[Operator, Tensor, Tensor]] = []
+        self.cache_scales: list[tuple[Operator, float, Tensor]] = []  # scale in the attributes, and the cache
+        self.boundaries: list[tuple[Operator, Tensor, Tensor]] = []  # tensors inside and outside of a composite
         self.attributes: dict[tuple[int, int], Mapping[str, float]] = {}
 
     def build(self, index: int, arguments: dict[int, Value]) -> dict[int, Value]:
@@ -252,16 +252,16 @@ class _Builder:
         values[op.outputs[0]] = candidates[0]
 
     def _open_composite(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
-        if op.body in self.opened or len(self.opened) >= _DEEPEST_COMPOSITE:
+        if op.body in self.open_bodies or len(self.open_bodies) >= _DEEPEST_COMPOSITE:
             raise RoleError(f"{op.label} contains itself, or composites are nested too deeply.")
         body = self.model.subgraphs[op.body]
         pairs = zip(body.inputs, inputs, strict=True)
         arguments = {inner: outer for inner, outer in pairs if outer is not None and inner >= 0}
-        self.handed += [(op, body.tensors[inner], outer.tensor) for inner, outer in arguments.items()]
+        self.boundaries += [(op, body.tensors[inner], outer.tensor) for inner, outer in arguments.items()]
         self._note_attributes(op, inputs)
-        self.opened.append(op.body)
+        self.open_bodies.append(op.body)
         inner_values = self.build(op.body, arguments)
-        self.opened.pop()
+        self.open_bodies.pop()
         for outer, inner in zip(op.outputs, body.outputs, strict=True):
             if outer < 0 or inner < 0:
                 raise RoleError(f"{op.label} has an output without a tensor: the graph is damaged.")
@@ -270,7 +270,7 @@ class _Builder:
     def _bind_output(self, op: Operator, value: Value, outer: int, values: dict[int, Value]) -> None:
         """Make ``value``, which the body of the composite ``op`` computed, the composite's output ``outer``."""
         tensor = self.model.tensor(op.subgraph, outer)
-        self.handed.append((op, value.tensor, tensor))
+        self.boundaries.append((op, value.tensor, tensor))
         if outer in values:
             raise RoleError(f"{op.label} computes {values[outer].label} after it was read or set.")
         if len(value.tensors) > _DEEPEST_COMPOSITE * _DEEPEST_COMPOSITE:
@@ -281,7 +281,7 @@ class _Builder:
 
     def check_composites(self) -> None:
         """Check that the operands, results and attributes of every composite agree with its body."""
-        for op, inner, outer in self.handed:
+        for op, inner, outer in self.boundaries:
             _check_same_tensor(op, inner, outer)
         for op, scale, cache in self.cache_scales:
             _check_cache_scale(op, scale, cache)
