@@ -38,20 +38,20 @@ from mtp_extract.graph.forms import (
 from mtp_extract.graph.mask_trees import MaskValue, SlotWindow
 from mtp_extract.graph.scores import (
     CacheMatrix,
-    cache_matrix,
     compute_query,
     compute_scores,
     move_queries,
     multiply_keys,
     place_window,
-    query_terms,
+    read_query_terms,
+    view_cache_as_matrix,
 )
 from mtp_extract.graph.views import Along, View
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
 _Viewed = TypeVar("_Viewed", bound=Cache | ScoreView)
-_ANY_SLOT = ("REDUCE_MAX", "REDUCE_ANY")
+_REDUCTIONS_OF_MASKS = ("REDUCE_MAX", "REDUCE_ANY")
 
 
 def read_inside(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
@@ -59,26 +59,26 @@ def read_inside(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> 
     if node.op.activation:
         raise UnreadableError("cuts off numbers inside of an attention by its fused function")
     if node.kind in LAYOUT:
-        return _move(reading, node, operands)
-    return (_compute(reading, node, operands),)
+        return _move_elements(reading, node, operands)
+    return (_compute_form(reading, node, operands),)
 
 
-def _compute(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Form:
+def _compute_form(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Form:
     if node.kind in CONVERSIONS:
         return _convert(node, operands[0])
     if node.kind == "BATCH_MATMUL":
-        return _multiply(reading, node, *operands)
+        return _multiply_cache(reading, node, *operands)
     first = next((operand for operand in operands if isinstance(operand, Cache | ScoreView)), None)
     if isinstance(first, Cache):
         return _scale_cache(reading, node, first, operands)
     if isinstance(first, ScoreView):
         return compute_scores(reading, node, operands)
     if node.kind in SELECTIONS:
-        return _guard(reading, node, operands)
+        return _read_selection(reading, node, operands)
     return compute_query(reading, node, operands)
 
 
-def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
+def _move_elements(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
     """Elements in other places."""
     if node.kind == "DYNAMIC_UPDATE_SLICE":
         return (place_window(reading, node, operands[1]),)
@@ -108,7 +108,7 @@ def _convert(node: Node, operand: Operand) -> Form:
     raise UnreadableError(f"turns {source.type_name} inside of an attention into {target.type_name}")
 
 
-def _multiply(reading: ReadGraph, node: Node, first: Operand, cache: Operand) -> Form:
+def _multiply_cache(reading: ReadGraph, node: Node, first: Operand, cache: Operand) -> Form:
     """BATCH_MATMUL of a query and K, or of weights and V."""
     flips, flips_cache = (bool(Call(reading.graph, node).option(slot, "?", False)) for slot in (0, 1))
     if not isinstance(cache, Cache):
@@ -122,8 +122,8 @@ def _multiply(reading: ReadGraph, node: Node, first: Operand, cache: Operand) ->
     if tensors[0].type in FLOAT_TYPES and scale and scale[1]:
         raise UnreadableError(f"multiplies floats by {cache.name}, whose zero point LiteRT ignores then")
     if isinstance(first, ScoreView):
-        return _mix(reading, first, cache, flips_weights=flips, flips_values=flips_cache)
-    query = query_terms(reading, first)
+        return _mix_values(reading, first, cache, flips_weights=flips, flips_values=flips_cache)
+    query = read_query_terms(reading, first)
     return multiply_keys(reading, query, cache, flips_query=flips, flips_keys=flips_cache)
 
 
@@ -188,26 +188,28 @@ def _scale_cache(reading: ReadGraph, node: Node, cache: Cache, operands: Sequenc
 # What heads mix.
 
 
-def _mix(reading: ReadGraph, weights: ScoreView, cache: Cache, *, flips_weights: bool, flips_values: bool) -> Term:
+def _mix_values(
+    reading: ReadGraph, weights: ScoreView, cache: Cache, *, flips_weights: bool, flips_values: bool
+) -> Term:
     """Weights times V, ``[…, rows, slots] · […, slots, dimensions]``: a value outside of attentions."""
     if weights.stage != "weights":
         raise UnreadableError(f"multiplies {weights.stage} scores and a cache")
     rank = len(weights.view.axes)
     slot_axis, row_axis = (rank - 2, rank - 1) if flips_weights else (rank - 1, rank - 2)
-    values = cache_matrix(reading, cache, *((-1, -2) if flips_values else (-2, -1)))
-    window = _weighed_slots(reading, weights.view.along(slot_axis), values)
-    rows = _weighed_rows(weights, row_axis, values)
+    values = view_cache_as_matrix(reading, cache, *((-1, -2) if flips_values else (-2, -1)))
+    window = _match_slots(reading, weights.view.along(slot_axis), values)
+    rows = _match_rows(weights, row_axis, values)
 
     # As a vector of ``[heads, width]``. Heads that weigh other slots mix something else, so no two are one expression.
     scores = weights.scores
     attention = Attention(scores, cache.name, values.axes, window)
-    width = _width(reading, attention)
-    head = _query_heads(scores, width)
-    expr = _mixed(reading, attention, scores.rotated.query.size)
+    width = _read_head_width(reading, attention)
+    head = _find_query_heads(scores, width)
+    expr = _record_attention(reading, attention, scores.rotated.query.size)
     return Term(cache.factor, expr, head[rows[..., None]] * width + values.dimensions)
 
 
-def _weighed_slots(reading: ReadGraph, weights: Along, values: CacheMatrix) -> SlotWindow | None:
+def _match_slots(reading: ReadGraph, weights: Along, values: CacheMatrix) -> SlotWindow | None:
     """The window of slots whose weights meet V: all that it holds; None for all slots of the cache."""
     label, slots, start = weights
     if label != "slot" or not np.array_equal(slots, values.slots) or start != values.window:
@@ -218,7 +220,7 @@ def _weighed_slots(reading: ReadGraph, weights: Along, values: CacheMatrix) -> S
     return None if start is None else SlotWindow(start, slots.size)
 
 
-def _weighed_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids:
+def _match_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids:
     """The rows of scores that meet V, ``[*batch, rows]``, each of which scored the same head of K."""
     batch = range(len(weights.view.axes) - 2)
     rows = weights.view.places([*batch, row_axis], "row")
@@ -229,7 +231,7 @@ def _weighed_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids
     return rows
 
 
-def _width(reading: ReadGraph, attention: Attention) -> int:
+def _read_head_width(reading: ReadGraph, attention: Attention) -> int:
     """Dimensions of a head, which K and V share."""
     inputs = reading.graph.inputs
     of_keys = heads_and_width(inputs[attention.scores.key].tensor.shape, attention.scores.axes)
@@ -239,7 +241,7 @@ def _width(reading: ReadGraph, attention: Attention) -> int:
     return of_keys[1]
 
 
-def _query_heads(scores: ScoreRows, width: int) -> Ids:
+def _find_query_heads(scores: ScoreRows, width: int) -> Ids:
     """Per row, the query head that is in it."""
     rotated = scores.rotated
     heads = np.where(rotated.number != 0, rotated.element // width, -1).reshape(len(rotated.number), -1)
@@ -249,7 +251,7 @@ def _query_heads(scores: ScoreRows, width: int) -> Ids:
     return head
 
 
-def _mixed(reading: ReadGraph, attention: Attention, size: int) -> Expr:
+def _record_attention(reading: ReadGraph, attention: Attention, size: int) -> Expr:
     """The expression of what ``attention`` mixes, which is noted."""
     parts: list[object] = [attention.scores, attention.value, attention.axes, attention.window]
     if attention.guard is not None:
@@ -262,7 +264,7 @@ def _mixed(reading: ReadGraph, attention: Attention, size: int) -> Expr:
 # Output guards.
 
 
-def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
+def _read_selection(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
     """A selection between what heads mixed and 0; :mod:`mtp_extract.proof.attentions` decides which it chooses."""
     condition, *branches = operands
     mixed = [each for each in branches if isinstance(each, Term) and each.expr in reading.attentions]
@@ -279,20 +281,22 @@ def _guard(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> Term:
         raise UnreadableError("repeats what heads mixed")
     if node.kind == "SELECT" and len(condition.tensor.shape) != term.ids.ndim:
         raise UnreadableError("chooses whole rows")
-    guarded = replace(attention, guard=_output_guard(reading, condition, keeps=keeps))
-    return replace(term, expr=_mixed(reading, guarded, term.expr.size))
+    guarded = replace(attention, guard=_read_output_guard(reading, condition, keeps=keeps))
+    return replace(term, expr=_record_attention(reading, guarded, term.expr.size))
 
 
-def _output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> OutputGuard:
+def _read_output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> OutputGuard:
     """The guard that chooses by ``condition``, which must be computed of one reduction over all slots and of constants;
     ``keeps`` is the truth that chooses what heads mixed.
     """
     if condition.depends & Depends.DATA:
         raise UnreadableError("chooses by what is computed of activations or caches")
-    reductions = [(v, v.producer) for v in ancestors(condition) if v.producer and v.producer.kind in _ANY_SLOT]
+    reductions = [
+        (v, v.producer) for v in ancestors(condition) if v.producer and v.producer.kind in _REDUCTIONS_OF_MASKS
+    ]
     if len(reductions) != 1:
         raise UnreadableError(
-            f"chooses by {len(reductions)} reductions; expected one {' or '.join(_ANY_SLOT)} over all slots"
+            f"chooses by {len(reductions)} reductions; expected one {' or '.join(_REDUCTIONS_OF_MASKS)} over all slots"
         )
     ((reduced, node),) = reductions
     # What decides the condition beside the reduction.

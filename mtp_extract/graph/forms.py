@@ -79,11 +79,11 @@ class QueryTerms:
     def by(self) -> Ids:
         return self.terms["by"]
 
-    def times(self, numbers: Doubles | float) -> QueryTerms:
+    def multiply(self, numbers: Doubles | float) -> QueryTerms:
         """The same, every number multiplied."""
         return QueryTerms.of(self.query, self.number * numbers, self.element, self.by)
 
-    def plus(self, other: QueryTerms) -> QueryTerms:
+    def add(self, other: QueryTerms) -> QueryTerms:
         """The terms of both; an UnreadableError if there are more than any rotation has."""
         if self.number.shape[-1] + other.number.shape[-1] > _MOST_TERMS:
             raise UnreadableError("adds elements of a query again and again")
@@ -91,7 +91,7 @@ class QueryTerms:
         element = np.concatenate([self.element, other.element], -1)
         return QueryTerms.of(self.query, number, element, np.concatenate([self.by, other.by], -1))
 
-    def with_terms(self, count: int) -> QueryTerms:
+    def pad_terms(self, count: int) -> QueryTerms:
         """The same, with terms of 0 up to ``count``."""
         widths = [(0, 0)] * self.terms.ndim + [(0, count - self.number.shape[-1])]
         return QueryTerms.of(
@@ -124,7 +124,7 @@ class ScoreView:
     def slot_axis(self) -> int:
         return self.view.only("slot")
 
-    def with_tree(self, tree: MaskTree, view: View) -> ScoreView:
+    def replace_tree(self, tree: MaskTree, view: View) -> ScoreView:
         """A score of which masks make ``tree``.
 
         Raises:
@@ -142,7 +142,7 @@ class ScoreView:
         """The same on a grid from ``lowest`` to ``highest``; scores that no mask has met are rounded alone."""
         if self.stage != "score" or isinstance(self.scores.tree, Score):
             return self
-        return self.with_tree(Clipped(self.scores.tree, lowest, highest), self.view)
+        return self.replace_tree(Clipped(self.scores.tree, lowest, highest), self.view)
 
 
 class OutputGuard(NamedTuple):

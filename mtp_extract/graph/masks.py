@@ -55,7 +55,7 @@ class Line(NamedTuple):
         """Whether it is a function of *slot less position*."""
         return self == SHIFTED or self.position + self.slot == 0
 
-    def plus(self, other: Line, sign: int) -> Line:
+    def add(self, other: Line, sign: int) -> Line:
         return Line(self.position + sign * other.position, self.slot + sign * other.slot)
 
 
@@ -105,22 +105,22 @@ class Masks:
         contents = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
         needed = inputs_of(values)
         inputs = self.positions.fed(needed, at)
-        inputs |= {name: self._filled(name, contents[name], at.size) for name in needed & set(contents)}
+        inputs |= {name: self._fill_mask(name, contents[name], at.size) for name in needed & set(contents)}
         self._check_slot_by_slot(values)
         _check_exact(values)
         arrays = evaluate(self.graph, inputs, values) if values else []
         numbers = {id(value): array for value, array in zip(values, arrays, strict=True)}
-        within = {window: self._within(window, at, free.get(window)) for window in attention.all_windows}
+        within = {window: self._find_slots_in_window(window, at, free.get(window)) for window in attention.all_windows}
         return Cases(at, self.slots, contents, numbers, within)
 
-    def _filled(self, name: str, content: Bools, samples: int) -> Array:
+    def _fill_mask(self, name: str, content: Bools, samples: int) -> Array:
         """The mask input ``name``, as runtimes fill it where it shows slots or not, as ``content`` says."""
         value = self.graph.inputs[name]
         rows = np.broadcast_to(content, (samples, self.slots))
         hidden = HIDDEN_BY_FLOATS.get(value.tensor.type)
         return fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
 
-    def _within(self, window: SlotWindow, at: Ids, free: Bools | None) -> Bools:
+    def _find_slots_in_window(self, window: SlotWindow, at: Ids, free: Bools | None) -> Bools:
         """Whether slots are in ``window`` at positions ``at``, as the position or ``free`` says."""
         if free is None:
             slots = np.arange(self.slots)
@@ -166,30 +166,30 @@ class Masks:
 
     def rows_are_alike(self, values: Iterable[Value]) -> bool:
         """Whether all rows of the masks ``values`` are the same, up to a shift."""
-        return all(self._line(value) in (SHIFTED, UNIFORM) for value in values)
+        return all(self._find_line(value) in (SHIFTED, UNIFORM) for value in values)
 
-    def _line(self, value: Value) -> Line | None:
+    def _find_line(self, value: Value) -> Line | None:
         """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""
         if id(value) not in self._lines:
-            self._lines[id(value)] = self._line_of(value)
+            self._lines[id(value)] = self._read_line(value)
         return self._lines[id(value)]
 
-    def _line_of(self, value: Value) -> Line | None:
+    def _read_line(self, value: Value) -> Line | None:
         if value.constant:
-            return self._constant_line(value)
+            return self._read_constant_line(value)
         if not self._is_by_slot(value):
             # A few numbers that count positions.
             if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
                 return None
-            slope = _slope(self.positions.table(value).T)
+            slope = _find_slope(self.positions.table(value).T)
             return None if slope is None else Line(slope, 0)
         if value.producer is None:
             return SHIFTED if value.depends == Depends.MASK else None
         if value.producer.kind in LAYOUT:
-            return self._moved_line(value.producer)
-        return self._computed_line(value.producer)
+            return self._move_line(value.producer)
+        return self._compute_line(value.producer)
 
-    def _constant_line(self, value: Value) -> Line | None:
+    def _read_constant_line(self, value: Value) -> Line | None:
         """A constant that counts slots, or that has none."""
         tensor = value.tensor
         if self.slots not in tensor.shape:
@@ -198,31 +198,31 @@ class Masks:
         if not self._is_by_slot(value) or (tensor.type in NUMBER_TYPES and not is_float):
             return None
         numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
-        slope = _slope(numbers.reshape(-1, self.slots))
+        slope = _find_slope(numbers.reshape(-1, self.slots))
         return None if slope is None else Line(0, slope)
 
-    def _moved_line(self, node: Node) -> Line | None:
+    def _move_line(self, node: Node) -> Line | None:
         """What an operator that moves elements hands on: slots stay, or one number is repeated for each."""
         repeats = node.kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
         if not (repeats or self._keeps_slots(node)):
             return None
         places = LAYOUT[node.kind]
-        lines = {self._line(value) for i, value in enumerate(node.inputs) if i in places and value is not None}
+        lines = {self._find_line(value) for i, value in enumerate(node.inputs) if i in places and value is not None}
         return lines.pop() if len(lines) == 1 else None
 
-    def _computed_line(self, node: Node) -> Line | None:
+    def _compute_line(self, node: Node) -> Line | None:
         """What an operator computes slot by slot of lines and shifts."""
         if node.kind not in ELEMENTWISE or node.op.activation:
             return None
         lines = list[Line]()
         for value in filter(None, node.inputs):
-            line = self._line(value)
+            line = self._find_line(value)
             if line is None:
                 return None
             lines.append(line)
         if all(line.shifts for line in lines):
             return UNIFORM if all(line == UNIFORM for line in lines) else SHIFTED
-        return None if SHIFTED in lines else _line_of_lines(node, lines[0], lines[-1])
+        return None if SHIFTED in lines else _combine_lines(node, lines[0], lines[-1])
 
 
 def _check_exact(values: Sequence[Value]) -> None:
@@ -232,19 +232,19 @@ def _check_exact(values: Sequence[Value]) -> None:
             raise refused(value.producer, "decides a mask by what hardware rounds in ways of its own.")
 
 
-def _line_of_lines(node: Node, first: Line, other: Line) -> Line | None:
+def _combine_lines(node: Node, first: Line, other: Line) -> Line | None:
     """What ``node`` makes of two lines, or of one, which is both; of some that are no shift."""
     if node.kind in _COMPARISONS:
-        return SHIFTED if first.plus(other, -1).shifts else None
+        return SHIFTED if first.add(other, -1).shifts else None
     # Sums of floats are rounded; integers that wrap are refused.
     if node.outputs[0].tensor.type not in _INTEGERS:
         return None
     if node.kind in ("ADD", "SUB"):
-        return first.plus(other, 1 if node.kind == "ADD" else -1)
+        return first.add(other, 1 if node.kind == "ADD" else -1)
     return first if node.kind == "CAST" else None
 
 
-def _slope(numbers: npt.NDArray[np.generic]) -> int | None:
+def _find_slope(numbers: npt.NDArray[np.generic]) -> int | None:
     """The one integer by which ``numbers`` rise along their last axis; 0 where they do not. None also of numbers whose
     differences would be rounded, or wrap.
     """

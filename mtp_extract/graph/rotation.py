@@ -23,14 +23,14 @@ from mtp_extract.graph.positions import Positions
 from mtp_extract.litertlm.storage import Floats
 
 _MOST_DOUBLINGS = 20
-_OF_A_COSINE = 2e-7
+_COSINE_ERROR = 2e-7
 """What float32 leaves of a cosine, or of an angle that is made of one."""
 _MOST_THETA_DIGITS = 7
 _LARGEST_THETA_EXPONENT = 12
 # A frequency in float32, made by a power, a reciprocal or a sine, is right to this share of itself.
-_EXACT = 2e-6
-_HALF = 2.0**-11
-_HALF_SUBNORMAL = 2.0**-25
+_RELATIVE_ERROR = 2e-6
+_HALF_PRECISION_ERROR = 2.0**-11
+_SUBNORMAL_ERROR = 2.0**-25
 
 
 _HALVES = ((0, 0, 1), (0, 1, 1), (1, 0, -1), (1, 1, 1))
@@ -49,17 +49,17 @@ class _Sum(NamedTuple):
         """Equal for equal sums."""
         return tuple(part.tobytes() for part in self)
 
-    def over(self, table: Floats) -> Floats:
+    def evaluate(self, table: Floats) -> Floats:
         """For every row of ``table``: ``[positions, dimensions]``."""
         total: Floats | None = None
         for factors, columns, by in zip(self.number.T, self.columns.T, self.by.T, strict=True):
             if factors.any():
-                summand = _summand(factors, columns, by, table)
+                summand = _multiply_columns(factors, columns, by, table)
                 total = summand if total is None else total + summand
         return np.zeros((len(table), len(self.number)), np.float32) if total is None else total
 
 
-def _summand(factors: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
+def _multiply_columns(factors: Floats, columns: Ids, by: Ids, table: Floats) -> Floats:
     if not by.any():
         return np.broadcast_to(factors, (len(table), len(factors)))
     first = int(columns[0])
@@ -99,17 +99,17 @@ class Rotation:
         values = self.values
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
-        columns = self._columns(values)
-        sums = [self._sum(columns, *half) for half in _HALVES]
+        columns = self._number_columns(values)
+        sums = [self._build_sum(columns, *half) for half in _HALVES]
         # Most often both halves are turned by the same numbers.
         distinct = {each.key: each for each in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
         for some, tables in self.positions.at(everywhere, values, last_bits=last_bits):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
-            coefficients = {key: each.over(table) for key, each in distinct.items()}
+            coefficients = {key: each.evaluate(table) for key, each in distinct.items()}
             yield some, [coefficients[each.key] for each in sums]
 
-    def _columns(self, values: Sequence[Value]) -> Ids:
+    def _number_columns(self, values: Sequence[Value]) -> Ids:
         """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
         columns = np.zeros(self.positions.count, np.int64)
         begin = 0
@@ -119,7 +119,7 @@ class Rotation:
             begin += elements.size
         return columns
 
-    def _sum(self, columns: Ids, part: int, side: int, sign: int) -> _Sum:
+    def _build_sum(self, columns: Ids, part: int, side: int, sign: int) -> _Sum:
         """What the dimensions below or above half are multiplied by, or the other of their pair (``part`` 1)."""
         size = self.number.shape[1] // 2
         half = slice(side * size, (side + 1) * size)
@@ -138,12 +138,14 @@ class Rotation:
         cos, sin = (np.concatenate([row[part] for row in rows]).astype(np.float64) for part in (0, 2))
         if not (np.isfinite(cos).all() and np.isfinite(sin).all()):
             raise FormatError("A query is rotated by numbers that are not finite: the file is damaged.")
-        frequency = _follow(steps, np.arctan2(sin, cos))
+        frequency = _unwrap_frequencies(steps, np.arctan2(sin, cos))
         noise = 2 * float(np.abs(np.hypot(sin, cos) - 1).max())
-        return frequency, _rounding_of(frequency, np.full(frequency.size, (noise + _OF_A_COSINE) / max(steps[-1], 1)))
+        return frequency, _bound_rounding(
+            frequency, np.full(frequency.size, (noise + _COSINE_ERROR) / max(steps[-1], 1))
+        )
 
 
-def _follow(positions: Ids, angles: Doubles) -> Doubles:
+def _unwrap_frequencies(positions: Ids, angles: Doubles) -> Doubles:
     """The frequencies, ``[half]``, of ``angles`` between −π and π at ``positions``, each twice the one before: how many
     whole turns an angle is short of follows from the frequency up to there.
     """
@@ -164,7 +166,7 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     head = np.where(rotated.number != 0, rotated.element // rotated.number.shape[1], 0).max((1, 2))
     _check_heads(name, scores, head, heads, kv_heads)
 
-    number, by = _terms_by_pair(name, rotated, head)
+    number, by = _split_terms_by_pair(name, rotated, head)
     first = number[0, 0]
     amplitude = float(first[np.abs(first).argmax()])
     if not amplitude:
@@ -173,13 +175,13 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     return Rotation(amplitude, (number[..., terms] / amplitude).astype(np.float32), by[..., terms], positions)
 
 
-def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, Ids]:
+def _split_terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, Ids]:
     """Numbers of terms and elements of tables, ``[2, dimensions, terms]``, the same for all rows: of the element of the
     query that a dimension has in its head, and of the other of its pair.
     """
     width = rotated.number.shape[1]
     used = rotated.number != 0
-    pair = _pair_of(rotated.element - head[:, None, None] * width)
+    pair = _match_pairs(rotated.element - head[:, None, None] * width)
     if width % 2 or (used & ~pair.any(1)).any():
         raise RoleError(f"{name}.attention: its query is rotated in other pairs of dimensions than a checkpoint's.")
     number = np.where(used[:, None] & pair, rotated.number[:, None], 0)
@@ -190,7 +192,7 @@ def _terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, 
     return number[0], by[0]
 
 
-def _pair_of(element: Ids) -> Bools:
+def _match_pairs(element: Ids) -> Bools:
     """Where the terms of each dimension, ``[rows, dimensions, terms]``, are of its own element, and where of the other
     of its pair, ``[rows, 2, dimensions, terms]``.
     """
@@ -217,7 +219,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     return by_dimension
 
 
-def _rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
+def _bound_rounding(table: Doubles, doubt: Doubles) -> Doubles:
     """How far each entry of ``table``, which is known up to ``doubt``, may be from the number it stands for: it was
     computed in F32, or stored in F16 by models of half precision.
     """
@@ -225,8 +227,8 @@ def _rounding_of(table: Doubles, doubt: Doubles) -> Doubles:
     with np.errstate(over="ignore"):
         half = table.astype(np.float16).astype(np.float64)
     if (np.abs(table - half) <= doubt).all():
-        return np.maximum(doubt, np.abs(table) * _HALF + _HALF_SUBNORMAL)
-    return np.maximum(doubt, np.abs(table) * _EXACT)
+        return np.maximum(doubt, np.abs(table) * _HALF_PRECISION_ERROR + _SUBNORMAL_ERROR)
+    return np.maximum(doubt, np.abs(table) * _RELATIVE_ERROR)
 
 
 def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:
@@ -237,8 +239,8 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     Raises:
         UnsupportedError: no theta and share make this table.
     """
-    rotated_count = _rotated_count(name, table, allowed)
-    exponent = _theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
+    rotated_count = _count_rotated(name, table, allowed)
+    exponent = _estimate_theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
     # The roundest number first: a coarse grid leaves room for several.
@@ -248,21 +250,21 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
         for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
             expected = frequencies(rope, head_dim)
-            if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _EXACT)).all()):
+            if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _RELATIVE_ERROR)).all()):
                 return rope
     raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")
 
 
-def _rotated_count(name: str, table: Doubles, allowed: Doubles) -> int:
+def _count_rotated(name: str, table: Doubles, allowed: Doubles) -> int:
     """How many entries of a table turn: they begin with 1, none is above, and the others are 0."""
     count = int(np.count_nonzero(table))
     is_share = (table >= 0).all() and (table <= 1 + allowed).all()
-    if count < 2 or table[count:].any() or not is_share or abs(table[0] - 1.0) > _EXACT + allowed[0]:
+    if count < 2 or table[count:].any() or not is_share or abs(table[0] - 1.0) > _RELATIVE_ERROR + allowed[0]:
         raise UnsupportedError(f"{name}: its RoPE table is neither default nor proportional.")
     return count
 
 
-def _theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
+def _estimate_theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
     """log10 of theta, by ``table[i] = theta^(−2i / head_dim)``."""
     index = np.arange(1, table.size)
     # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.

@@ -62,7 +62,7 @@ _STAGES: dict[tuple[str | float | None, ...], str] = {
 # Queries.
 
 
-def query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
+def read_query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
     """Elements of a query."""
     if isinstance(operand, QueryTerms):
         return operand
@@ -75,12 +75,12 @@ def query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
 
 def move_queries(reading: ReadGraph, node: Node, operands: Iterable[Operand]) -> tuple[QueryTerms, ...]:
     """Elements of one query, moved, split or joined."""
-    queries = [query_terms(reading, operand) for operand in operands]
+    queries = [read_query_terms(reading, operand) for operand in operands]
     query = queries[0].query
     if any(part.query is not query for part in queries):
         raise UnreadableError("joins elements of different queries")
     terms = max(part.number.shape[-1] for part in queries)
-    records = moved(reading.graph, node, (part.with_terms(terms).terms for part in queries))
+    records = moved(reading.graph, node, (part.pad_terms(terms).terms for part in queries))
     return tuple(QueryTerms(query, each) for each in records)
 
 
@@ -89,35 +89,35 @@ def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -
     shape = broadcast_shape(operands)
     is_constant = reading.expressions.is_constant
     places = [i for i, each in enumerate(operands) if not isinstance(each, Value) and not is_constant(each)]
-    queries = [query_terms(reading, operands[place]) for place in places]
+    queries = [read_query_terms(reading, operands[place]) for place in places]
     if node.kind == "NEG" and len(queries) == 1:
-        return queries[0].times(-1.0)
+        return queries[0].multiply(-1.0)
     if node.kind in ("ADD", "SUB") and len(queries) == 2:
         first, other = queries
         if first.query is not other.query or first.terms.shape != other.terms.shape:
             raise UnreadableError("adds elements of different queries")
-        return first.plus(other.times(-1.0) if node.kind == "SUB" else other)
+        return first.add(other.multiply(-1.0) if node.kind == "SUB" else other)
     is_product = node.kind == "MUL" or (node.kind == "DIV" and places == [0])
     if len(queries) != 1 or len(operands) != 2 or not is_product:
         raise UnreadableError("computes something of a query")
     repeated = QueryTerms(queries[0].query, np.broadcast_to(queries[0].terms, shape))
     factor = operands[1 - places[0]]
     if isinstance(factor, Value):
-        return _rotate(reading, node.kind, repeated, factor)
-    return _scale(reading, node.kind, repeated, factor)
+        return _rotate_query(reading, node.kind, repeated, factor)
+    return _scale_query(reading, node.kind, repeated, factor)
 
 
-def _scale(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
+def _scale_query(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
     """``query`` times, or by, the numbers of a constant."""
     assert isinstance(constant, Term)
     numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, constant), query.terms.shape)[..., None]
-    scaled = query.times(numbers if kind == "MUL" else 1 / numbers)
+    scaled = query.multiply(numbers if kind == "MUL" else 1 / numbers)
     if not np.isfinite(scaled.number).all():
         raise UnreadableError("multiplies a query by what is no number")
     return scaled
 
 
-def _rotate(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
+def _rotate_query(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
     """``query``, each element times that of ``table`` beside it."""
     if holds_codes(table.tensor):
         raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
@@ -142,7 +142,7 @@ class CacheMatrix:
     window: int | None  # the table that says, by position, at which slot they begin; None for slots that stay
 
 
-def cache_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axis: int) -> CacheMatrix:
+def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axis: int) -> CacheMatrix:
     """``cache`` as a matrix a KV head, whose last two axes run along slots and dimensions."""
     view = cache.view
     dimensions = view.along(dimension_axis)
@@ -170,11 +170,11 @@ def multiply_keys(
     """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
     if flips_query:
         raise UnreadableError("multiplies a query that it transposes")
-    keys = cache_matrix(reading, cache, *((-2, -1) if flips_keys else (-1, -2)))
+    keys = view_cache_as_matrix(reading, cache, *((-2, -1) if flips_keys else (-1, -2)))
     # A row is a query head.
     shape = (*np.broadcast_shapes(keys.heads.shape, query.terms.shape[:-2]), query.terms.shape[-2])
     width = reading.graph.inputs[cache.name].tensor.shape[keys.axes[2]]
-    rotated = _rows_of_query(query, keys.dimensions, shape, width).times(cache.factor)
+    rotated = _repeat_query(query, keys.dimensions, shape, width).multiply(cache.factor)
     head = np.broadcast_to(keys.heads[..., None], shape).reshape(-1)
 
     view = View.of_shape(["row", "slot"], [head.size, keys.slots.size]).reshaped((*shape, keys.slots.size))
@@ -184,7 +184,7 @@ def multiply_keys(
     return ScoreView("score", ScoreRows(cache.name, keys.axes, head, rotated, SCORE), view)
 
 
-def _rows_of_query(query: QueryTerms, dimensions: Ids, shape: tuple[int, ...], width: int) -> QueryTerms:
+def _repeat_query(query: QueryTerms, dimensions: Ids, shape: tuple[int, ...], width: int) -> QueryTerms:
     """``query`` repeated to the rows ``shape``, as ``[rows, width]``: its dimensions are ``dimensions`` of K, and those
     that it has not are 0.
     """
@@ -204,30 +204,30 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
     if any(isinstance(operand, QueryTerms | Cache) for operand in operands):
         raise UnreadableError("brings a score together with a query or a cache")
     if node.kind == "SOFTMAX":
-        return _softmax(reading, node, rows[0])
-    stage = _next_stage(reading, node, operands)
+        return _apply_softmax(reading, node, rows[0])
+    stage = _find_next_stage(reading, node, operands)
     if stage is None and {row.stage for row in rows} == {"score"} and node.kind not in REDUCTIONS:
-        return _mask(reading, node, operands, rows)
+        return _apply_mask(reading, node, operands, rows)
     if stage is None:
         raise UnreadableError(
             f"computes something of {rows[0].stage} scores, between the scores and the weights of an attention"
         )
     if node.kind in REDUCTIONS:
-        return _reduce(reading, node, rows[0], stage)
+        return _reduce_slots(reading, node, rows[0], stage)
     widest = max(rows, key=lambda row: math.prod(row.view.shape))
-    if any(row is not widest and not _same_rows(widest, row) for row in rows):
+    if any(row is not widest and not _has_same_rows(widest, row) for row in rows):
         raise UnreadableError("brings scores and a number of other rows together")
     return replace(widest, stage=stage)
 
 
-def _next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
+def _find_next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
     """The stage of what a softmax that is spelled out computes; None where it is no part of one."""
     number_of = reading.expressions.number_of
     stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
     return _STAGES.get((node.kind, *stages))
 
 
-def _same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
+def _has_same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
     """Whether ``narrow``, a number a row, is of the same scores and rows as ``widest``."""
     if widest.scores is not narrow.scores or len(widest.view.axes) != len(narrow.view.axes):
         return False
@@ -242,7 +242,7 @@ def _holds_all_slots(reading: ReadGraph, view: View, axis: int) -> bool:
     return label == "slot" and window is None and np.array_equal(places, np.arange(reading.positions.slots))
 
 
-def _softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
+def _apply_softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
     beta = float(Call(reading.graph, node).option(0, "f", 0.0))
     last = len(scored.view.axes) - 1
     if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
@@ -253,7 +253,7 @@ def _softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
     return replace(scored, stage="weights")
 
 
-def _reduce(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> ScoreView:
+def _reduce_slots(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> ScoreView:
     """The largest score, the total, or whether any slot is seen: over all slots."""
     view = scored.view
     slot_axis = scored.slot_axis
@@ -269,21 +269,21 @@ def _reduce(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> Sc
 # Masks.
 
 
-def _mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Sequence[ScoreView]) -> ScoreView:
+def _apply_mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Sequence[ScoreView]) -> ScoreView:
     """A score that meets masks, positions and numbers."""
-    view = _common_view(rows, broadcast_shape(operands))
+    view = _require_common_view(rows, broadcast_shape(operands))
     first = rows[0].scores
     if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
         raise UnreadableError("brings different scores together")
     slot_axis = view.only("slot")
-    parts = [_part(reading, *operand, view, slot_axis) for operand in zip(operands, node.inputs, strict=True)]
-    factor = _factor(node.kind, parts)
+    parts = [_read_mask_part(reading, *operand, view, slot_axis) for operand in zip(operands, node.inputs, strict=True)]
+    factor = _find_factor(node.kind, parts)
     if isinstance(first.tree, Score) and factor:
-        return ScoreView("score", replace(first, rotated=first.rotated.times(factor)), view)
-    return rows[0].with_tree(_tree(node, parts), view)
+        return ScoreView("score", replace(first, rotated=first.rotated.multiply(factor)), view)
+    return rows[0].replace_tree(_build_tree(node, parts), view)
 
 
-def _common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
+def _require_common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
     """The one view that ``rows`` have, with axes of one element in front, where another operand has more."""
     views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
     if any(not each.same(views[0]) for each in views) or views[0].shape != shape:
@@ -291,7 +291,7 @@ def _common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
     return views[0]
 
 
-def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View, slot_axis: int) -> MaskTree:
+def _read_mask_part(reading: ReadGraph, operand: Operand, value: Value | None, view: View, slot_axis: int) -> MaskTree:
     """What an operand, the value ``value``, is in a mask tree: a number a slot, the same for all rows."""
     if isinstance(operand, ScoreView):
         return operand.scores.tree
@@ -311,7 +311,7 @@ def _part(reading: ReadGraph, operand: Operand, value: Value | None, view: View,
     return MaskValue(value, axis)
 
 
-def _factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
+def _find_factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
     """What an operator multiplies a score by that no mask has met; None where it does something else."""
     numbers = [part.number for part in parts if isinstance(part, MaskNumber)]
     if kind == "NEG":
@@ -322,7 +322,7 @@ def _factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
     return 1 / numbers[0] if kind == "DIV" and is_divisor and numbers[0] else None
 
 
-def _tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
+def _build_tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
     """The mask tree of an operator on ``parts``."""
     if node.kind in SELECTIONS and isinstance(parts[0], Leaf):
         if node.kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
@@ -346,7 +346,7 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
         raise UnreadableError("writes something else than the scores of a window")
     if around.tensor.type not in FLOAT_TYPES:
         raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
-    numbers = np.unique(_numbers_around(reading.graph, around))
+    numbers = np.unique(_read_background(reading.graph, around))
     slot_axis = scored.slot_axis
     label, places, start = scored.view.along(slot_axis)
     shape = tuple(around.tensor.shape)
@@ -360,10 +360,10 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
         raise UnreadableError("puts scores where they do not belong")
     tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), MaskNumber(float(numbers[0])))
     by_slot = np.outer([each == label for each in scored.view.labels], np.arange(reading.positions.slots))
-    return scored.with_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
+    return scored.replace_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
 
 
-def _numbers_around(graph: FlatGraph, around: Value) -> Floats:
+def _read_background(graph: FlatGraph, around: Value) -> Floats:
     """The numbers of a constant that is stored, or filled with one number."""
     if around.constant:
         return graph.floats(around)

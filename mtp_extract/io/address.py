@@ -62,7 +62,7 @@ def parse_address(text: str) -> HubAddress | None:
     if not is_page and scheme != "hf" and (scheme or not rest[:1].isalnum()):
         return None
     is_folder = text.endswith("/") or (is_page and "/tree/" in text)
-    address = _address_in(text if is_page else f"hf://{rest}", is_folder=is_folder)
+    address = _parse_uri(text if is_page else f"hf://{rest}", is_folder=is_folder)
     if scheme == "hf":
         if address is None:
             raise SourceError(f"Expected hf://org/repo, with @revision and /file if need be, found {escape(text)}.")
@@ -71,7 +71,7 @@ def parse_address(text: str) -> HubAddress | None:
     return None if is_here else address
 
 
-def _address_in(uri: str, *, is_folder: bool) -> HubAddress | None:
+def _parse_uri(uri: str, *, is_folder: bool) -> HubAddress | None:
     """What ``uri`` names, an ``hf://`` or a page of the Hub's site; None where that is no file or folder of models."""
     from huggingface_hub import constants, parse_hf_uri
 
@@ -88,7 +88,7 @@ def _address_in(uri: str, *, is_folder: bool) -> HubAddress | None:
     return HubAddress(parsed.id, f"{path}/" if path and is_folder else path, parsed.revision)
 
 
-def cached_address(path: Path) -> HubAddress | None:
+def find_cached_address(path: Path) -> HubAddress | None:
     """What a file or folder in the Hub's cache is a copy of; None for any other."""
     match = _CACHED.fullmatch(path.absolute().as_posix())
     return match and HubAddress(match["repository"].replace("--", "/"), match["path"] or "", match["commit"])
@@ -102,7 +102,7 @@ def is_cached(path: Path) -> bool:
 
 def name_of(place: Path) -> str:
     """What a checkpoint is called: by its file or folder, in the Hub's cache by its repository."""
-    address = cached_address(place)
+    address = find_cached_address(place)
     return place.resolve().name if address is None else (address.path or address.repository).rpartition("/")[2]
 
 

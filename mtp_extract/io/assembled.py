@@ -30,7 +30,7 @@ class Assembled(Source):
         self.provenance = {}
         self.pieces = tuple(pieces)
 
-    def _parts(self, offset: int, length: int) -> Iterator[tuple[int, Region]]:
+    def _list_parts(self, offset: int, length: int) -> Iterator[tuple[int, Region]]:
         """The parts of pieces that lie in a range, and where in the range."""
         for at, piece in self.pieces:
             begin, end = max(at, offset), min(at + piece.size, offset + length)
@@ -40,12 +40,12 @@ class Assembled(Source):
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
         result = bytearray(length)
-        for at, part in self._parts(offset, length):
+        for at, part in self._list_parts(offset, length):
             result[at : at + part.size] = part.source.read(part.begin, part.size)
         return bytes(result)
 
     def prefetch(self, offset: int, length: int) -> None:
-        for _, part in self._parts(offset, length):
+        for _, part in self._list_parts(offset, length):
             part.source.prefetch(part.begin, part.size)
 
 

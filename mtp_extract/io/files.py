@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mtp_extract.errors import OutputError
-from mtp_extract.io.place import shown, unwritten
+from mtp_extract.io.place import format_path, make_write_error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -54,7 +54,7 @@ def new_file(path: Path, size: int) -> Iterator[int]:
             os.ftruncate(file.fileno(), size)
             yield file.fileno()
     except OSError as error:
-        raise unwritten(path, error) from error
+        raise make_write_error(path, error) from error
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -68,7 +68,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 def read_back_error(path: Path) -> OutputError:
     """What to tell the user when ``path`` does not hold what was written to it."""
     return OutputError(
-        f"{shown(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
+        f"{format_path(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
     )
 
 

@@ -52,7 +52,7 @@ class FaultError(SourceError):
 
 
 @contextmanager
-def faults(name: str) -> Iterator[None]:
+def translate_errors(name: str) -> Iterator[None]:
     """Turn what the HTTP library and huggingface_hub raise inside into a FaultError or a SourceError.
 
     Of what a server wrote, only what the Hub says in a header is repeated: a body may quote the request, and with it a
@@ -74,13 +74,13 @@ def faults(name: str) -> Iterator[None]:
         cause: BaseException = error
         while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        why, is_passing = _meaning(cause)
+        why, is_passing = _explain_error(cause)
         if why:
             raise (FaultError(name, why) if is_passing else SourceError(f"{name}: {why}.")) from None
         raise  # a fault of ours
 
 
-def _meaning(error: BaseException) -> tuple[str, bool]:
+def _explain_error(error: BaseException) -> tuple[str, bool]:
     """What ``error`` is, in words, and whether it may go away; no words where it is none of the Hub or of HTTP."""
     from huggingface_hub import errors
 
@@ -96,13 +96,13 @@ def _meaning(error: BaseException) -> tuple[str, bool]:
         (errors.GatedRepoError, _GATED, False),
         (errors.RepositoryNotFoundError, _NO_REPOSITORY, False),
         (errors.FileMetadataError, _NO_HUB, False),
-        ((errors.HfHubHTTPError, http.HTTPStatusError), _refusal(response), False),
+        ((errors.HfHubHTTPError, http.HTTPStatusError), _explain_status(response), False),
         ((http.TooManyRedirects, http.InvalidURL, ValueError), _NO_ADDRESS, False),
     )
     return next(((why, passes) for kinds, why, passes in rows if isinstance(error, kinds)), ("", False))
 
 
-def _refusal(response: Any) -> str:
+def _explain_status(response: Any) -> str:
     """What the status of ``response`` means, which is no passing one; nothing without a response."""
     if response is None:
         return ""
@@ -137,10 +137,10 @@ def hide_queries() -> None:
     core = library.replace("httpx", "httpcore")
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
     for name in (library, *parts, "huggingface_hub.utils._http"):
-        logging.getLogger(name).addFilter(_hide)  # adding it twice adds it once
+        logging.getLogger(name).addFilter(_hide_secrets)  # adding it twice adds it once
 
 
-def _hide(record: logging.LogRecord) -> bool:
+def _hide_secrets(record: logging.LogRecord) -> bool:
     """Cut queries, where signatures and tokens live, logins and tokens from what an HTTP library logs."""
     record.msg, record.args = _SECRET.sub("…", _URL.sub(r"\1\2", record.getMessage())), ()
     return True

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import CheckpointError, SourceError, escape, few
-from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, cached_address, parse_address
-from mtp_extract.io.http_library import FaultError, faults, without_secrets
-from mtp_extract.io.remote import RemoteSource, ask_patiently
+from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, find_cached_address, parse_address
+from mtp_extract.io.http_library import FaultError, translate_errors, without_secrets
+from mtp_extract.io.remote import RemoteSource, retry_question
 from mtp_extract.io.source import LocalSource, Source
 from mtp_extract.progress import SILENT, Reporter
 
@@ -47,7 +47,7 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
     """
     if isinstance(source, Source):
         return source
-    if address := _address_of(source):
+    if address := _find_address(source):
         files = bundles_at(address, token) or [address]
         if len(files) > 1:
             names = few((file.name for file in files), most=20)
@@ -55,7 +55,9 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
         return _open_hub(files[0], token, reporter)
     assert not isinstance(source, HubAddress)
     text = os.fspath(source)
-    return RemoteSource(public_url(text), text, False, None, reporter) if "://" in text else _open_local(Path(text))
+    return (
+        RemoteSource(strip_url_secrets(text), text, False, None, reporter) if "://" in text else _open_local(Path(text))
+    )
 
 
 def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
@@ -69,10 +71,10 @@ def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[
     Raises:
         SourceError: there is no such repository, or no bundle in it.
     """
-    address = None if isinstance(source, Source) else _address_of(source)
+    address = None if isinstance(source, Source) else _find_address(source)
     if address is None or address.is_file:
         return []
-    paths = _sizes(address, token)
+    paths = _list_sizes(address, token)
     bundles = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
     if not bundles:
         present = few(paths) or "no files"
@@ -80,7 +82,7 @@ def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[
     return bundles
 
 
-def _address_of(source: Named) -> HubAddress | None:
+def _find_address(source: Named) -> HubAddress | None:
     """What ``source`` names on the Hub; None for a path that exists here, and for an address of another site."""
     if isinstance(source, HubAddress):
         return source
@@ -89,14 +91,14 @@ def _address_of(source: Named) -> HubAddress | None:
     return None if exists else parse_address(text)
 
 
-def public_url(url: str) -> str:
+def strip_url_secrets(url: str) -> str:
     """``url`` as it may be shown and kept: without credentials, query and fragment."""
     return escape(re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", url, flags=re.DOTALL))
 
 
 def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
     """A file here; of one in the Hub's cache, name and provenance are the Hub's, as ``address`` has them."""
-    source, cached = LocalSource(path), cached_address(path)
+    source, cached = LocalSource(path), find_cached_address(path)
     if cached is not None:
         # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
         blob, address = path.resolve(), address or cached
@@ -122,12 +124,12 @@ def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter)
         copy = try_to_load_from_cache(repository, path, revision=revision)
         return _open_local(Path(copy), address) if isinstance(copy, str) else None
 
-    with faults(name):
+    with translate_errors(name):
         # A commit names the same bytes for ever, so the Hub need not be asked.
         if (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision or "")) and (copy := copy_of(revision)):
             return copy
         url = hf_hub_url(repository, path, revision=revision)
-        metadata = ask_patiently(name, lambda: get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
+        metadata = retry_question(name, lambda: get_hf_file_metadata(url, token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
         commit = metadata.commit_hash or ""
         if not COMMIT.fullmatch(commit):
             why = "expected the Hub to name the file's commit. Check HF_ENDPOINT, or a proxy that drops headers."
@@ -166,7 +168,7 @@ def checkpoint_here(
     folder = None if os.path.lexists(text) else parse_address(text)
     if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
         what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
-        raise SourceError(f"{public_url(text)}: {what}")
+        raise SourceError(f"{strip_url_secrets(text)}: {what}")
     if folder is None or (or_bundle and folder.is_file):
         if os.path.isdir(text):
             _check_merged(escape(text), os.listdir(text))
@@ -176,14 +178,14 @@ def checkpoint_here(
 
     folder = replace(folder, path=f"{folder.path.rstrip('/')}/" if folder.path else "")
     if or_bundle or not constants.HF_HUB_OFFLINE:
-        sizes = _sizes(folder, None)
+        sizes = _list_sizes(folder, None)
         if or_bundle and any(path.endswith(BUNDLE) for path in sizes):
             return text
         _check_listing(folder, sizes, largest)
-    return _downloaded(folder) if fetch else text
+    return _download(folder) if fetch else text
 
 
-def _downloaded(folder: HubAddress) -> str:
+def _download(folder: HubAddress) -> str:
     """The path in the Hub's cache of ``folder``, which is fetched into it."""
     from huggingface_hub import snapshot_download
 
@@ -194,7 +196,7 @@ def _downloaded(folder: HubAddress) -> str:
         except RuntimeError as error:  # so hf_xet says that the Hub's storage fails
             raise FaultError(folder.name, f"the storage failed: {without_secrets(str(error))}") from None
 
-    return os.path.join(ask_patiently(folder.name, download), folder.path).rstrip("/")
+    return os.path.join(retry_question(folder.name, download), folder.path).rstrip("/")
 
 
 def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -> None:
@@ -215,12 +217,12 @@ def _check_merged(name: str, paths: Collection[str]) -> None:
         raise CheckpointError(f"{name}: {MERGE_FIRST}")
 
 
-def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
+def _list_sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
     """Path → bytes of the files of the repository or folder; offline, of those that the Hub's cache has of it."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:
-        with faults(address.name):
+        with translate_errors(address.name):
             folder = Path(snapshot_download(address.repository, revision=address.revision, local_files_only=True))
         files = [path for path in folder.rglob("*") if path.is_file()]
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -228,7 +230,7 @@ def _sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
         api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
 
         # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
-        about = ask_patiently(
+        about = retry_question(
             address.name,
             lambda: api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0),
         )

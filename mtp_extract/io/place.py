@@ -51,7 +51,7 @@ def listing(record: str, files: Container[str]) -> OwnFiles:
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
-            raise _refusal(place, f"is not replaced, as mtp-extract did not write it (it has no {record}).")
+            raise _make_refusal(place, f"is not replaced, as mtp-extract did not write it (it has no {record}).")
         return files
 
     return listed
@@ -71,7 +71,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), li
         inputs: what is read, and so is neither replaced nor written into.
         listed: of a directory; None for a file.
     """
-    with _stage_of(_absolute(place), overwrite, inputs, listed):
+    with _open_stage(_resolve_parent(place), overwrite, inputs, listed):
         pass
 
 
@@ -87,8 +87,8 @@ def staged(
     Raises:
         OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
     """
-    target = _absolute(place)
-    with _stage_of(target, overwrite, inputs, listed) as stage:
+    target = _resolve_parent(place)
+    with _open_stage(target, overwrite, inputs, listed) as stage:
         new = stage / _NEW
         if listed is not None:
             new.mkdir()
@@ -108,7 +108,7 @@ def staged(
         _sync(target.parent)
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     """``path`` as a user knows it: where it is to be in the end, and from the current directory if it lies in there."""
     path = Path(_STAGED.sub(r"/\1", str(path)))
     with suppress(OSError, ValueError):
@@ -116,23 +116,23 @@ def shown(path: Path) -> str:
     return escape(path)
 
 
-def unwritten(path: Path, error: OSError) -> OutputError:
+def make_write_error(path: Path, error: OSError) -> OutputError:
     """What to tell the user when ``path`` cannot be written."""
-    return _refusal(path, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.")
+    return _make_refusal(path, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.")
 
 
-def _refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
-    return OutputError(f"{shown(target)}: {why} {what_to_do}", remedies=("out",))
+def _make_refusal(target: Path, why: str, what_to_do: str = "Choose another place.") -> OutputError:
+    return OutputError(f"{format_path(target)}: {why} {what_to_do}", remedies=("out",))
 
 
-def _absolute(place: PathLike) -> Path:
+def _resolve_parent(place: PathLike) -> Path:
     """``place`` with every link resolved but its last."""
     path = Path(place)
     return Path(os.path.realpath(path.parent), path.name) if os.path.islink(path) else Path(os.path.realpath(path))
 
 
 @contextmanager
-def _stage_of(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFiles | None) -> Iterator[Path]:
+def _open_stage(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFiles | None) -> Iterator[Path]:
     """The directory in which the result for ``target`` is made, locked by this run, where it may be written at all.
 
     It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
@@ -142,9 +142,9 @@ def _stage_of(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFile
     try:
         _check_inputs(target, inputs)
         if not (nearest := target.parents[len(missing)]).is_dir():
-            raise _refusal(target, f"{shown(nearest)} is not a directory.")
+            raise _make_refusal(target, f"{format_path(nearest)} is not a directory.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{target.name}.partial", target) as stage:
+        with _lock_stage(target.parent / f".{target.name}.partial", target) as stage:
             try:
                 _clear(stage, target)
                 _check_free(target, overwrite, listed)
@@ -157,7 +157,7 @@ def _stage_of(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFile
                         os.unlink(stage / _MARK)
                         os.rmdir(stage)
     except OSError as error:
-        raise unwritten(target, error) from error
+        raise make_write_error(target, error) from error
     finally:
         with suppress(OSError):
             for folder in missing:
@@ -173,7 +173,7 @@ def _check_inputs(target: Path, inputs: InputPaths) -> None:
         holds, inside = target in resolved.parents, resolved in target.parents
         if holds or inside or (target.exists() and target.samefile(resolved)):
             where = f"{'holds' if holds else 'lies inside'} {escape(read)}, which is" if holds or inside else "is"
-            raise _refusal(target, f"{where} read and stays as it is.")
+            raise _make_refusal(target, f"{where} read and stays as it is.")
 
 
 def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
@@ -182,34 +182,34 @@ def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
         return
     is_kind, kind = (target.is_file(), "file") if listed is None else (target.is_dir(), "directory")
     if not is_kind or target.is_symlink():
-        raise _refusal(target, f"exists and is not a {kind}.")
+        raise _make_refusal(target, f"exists and is not a {kind}.")
     if listed is not None:
         if not any(target.iterdir()):
             return
-        if foreign := sorted(_foreign(target, listed(target))):
+        if foreign := sorted(_find_foreign_files(target, listed(target))):
             why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
-            raise _refusal(target, why, _ELSEWHERE)
+            raise _make_refusal(target, why, _ELSEWHERE)
     if not overwrite:
-        exists = f"{shown(target)}: exists. Replace it, or choose another place."
+        exists = f"{format_path(target)}: exists. Replace it, or choose another place."
         raise OutputError(exists, remedies=("overwrite", "out"))
 
 
-def _foreign(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
+def _find_foreign_files(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
     """Whatever lies below ``folder`` and is neither a directory nor a file of ``ours``."""
     with os.scandir(folder) as entries:
         for entry in entries:
             path = below + entry.name
             if entry.is_dir(follow_symlinks=False):
-                yield from _foreign(Path(entry), ours, f"{path}/")
+                yield from _find_foreign_files(Path(entry), ours, f"{path}/")
             elif not (entry.is_file(follow_symlinks=False) and (path in ours or _LEFT_BY_PROGRAMS.fullmatch(path))):
                 yield path
 
 
 @contextmanager
-def _locked(stage: Path, target: Path) -> Iterator[Path]:
+def _lock_stage(stage: Path, target: Path) -> Iterator[Path]:
     """``stage``, marked as ours and locked by this run until the block ends."""
     why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
-    in_the_way = _refusal(target, why, _ELSEWHERE)
+    in_the_way = _make_refusal(target, why, _ELSEWHERE)
     with ExitStack() as opened:
         while True:
             with suppress(FileExistsError):
@@ -224,7 +224,7 @@ def _locked(stage: Path, target: Path) -> Iterator[Path]:
                 pass  # a run that ends removes its stage: what was locked is gone, or another's has its name
             except BlockingIOError as error:
                 advice = "Wait for it, or choose another place."
-                raise _refusal(target, "another run is writing there.", advice) from error
+                raise _make_refusal(target, "another run is writing there.", advice) from error
             except NotADirectoryError as error:
                 raise in_the_way from error
         if (names := os.listdir(stage)) and _MARK not in names:
@@ -241,7 +241,7 @@ def _clear(stage: Path, target: Path) -> None:
             os.rename(old, target)
         except OSError as error:
             why = f"what a killed run was to replace is in {escape(old)}, and cannot be put back: {error.strerror}."
-            raise _refusal(target, why, "Move one of the two elsewhere.") from error
+            raise _make_refusal(target, why, "Move one of the two elsewhere.") from error
         _sync(target.parent)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)

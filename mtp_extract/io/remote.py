@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.io.files import write_all
-from mtp_extract.io.http_library import FaultError, faults
+from mtp_extract.io.http_library import FaultError, translate_errors
 from mtp_extract.io.source import FileSource
 from mtp_extract.progress import BYTES, SILENT, Reporter
 
@@ -56,7 +56,7 @@ class RemoteSource(FileSource):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
         self.name, self.size = name, _BLOCK
-        self._told: dict[str, Any] = {} if size is None else {"size": size}  # by the first answer, and by all
+        self._stated: dict[str, Any] = {} if size is None else {"size": size}  # by the first answer, and by all
         # A compressed answer would have other offsets.
         self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
         self._url, self._reporter = url, reporter
@@ -68,7 +68,7 @@ class RemoteSource(FileSource):
             if "file" in vars(self):
                 self.close()
             raise
-        stated = {"url": name, "etag": self._told["ETag"], "last_modified": self._told["Last-Modified"]}
+        stated = {"url": name, "etag": self._stated["ETag"], "last_modified": self._stated["Last-Modified"]}
         self.provenance = {key: str(value) for key, value in stated.items() if value}
 
     @cached_property
@@ -96,13 +96,13 @@ class RemoteSource(FileSource):
             while missing := [block for block in blocks if block not in self._here]:
                 before = len(self._here)
                 try:
-                    with faults(self.name):
+                    with translate_errors(self.name):
                         # What is here between two gaps is a few blocks, cheaper to fetch again than to ask around.
                         self._request(missing[0], missing[-1] + 1, show)
                 except FaultError as fault:
                     failures = 1 if len(self._here) - before >= _FORGIVEN else failures + 1
                     if failures > len(_PAUSES):
-                        raise _given_up(self.name, fault, failures) from fault
+                        raise _make_last_error(self.name, fault, failures) from fault
                     time.sleep(_PAUSES[failures - 1])
                 except OSError as error:
                     why = f"the temporary file for what is fetched cannot be written: {error.strerror or error}"
@@ -156,15 +156,15 @@ class RemoteSource(FileSource):
         if status in (401, 403, 410):
             refused = f"the server refuses access ({status})"
             # What the Hub redirects to is signed for a while, and anew for each request.
-            raise FaultError(self.name, refused) if self._told else self._refused(refused)
-        if status == 416 and begin < self._told.get("size", 0):
+            raise FaultError(self.name, refused) if self._stated else self._make_refusal(refused)
+        if status == 416 and begin < self._stated.get("size", 0):
             # The size was told before; a cache on the way may have lost the file, or have another one.
             raise FaultError(self.name, f"the server denies that the file goes beyond byte {begin} (416)")
         hf_raise_for_status(response)
         if status != 206 or response.headers.get("content-encoding", "identity") != "identity":
             odd = f"expected a range of bytes (206) as they are, found another answer ({status})"
             # A server that has sent ranges, or the Hub, does so again; of another one it is the last word.
-            raise FaultError(self.name, odd) if self._told else self._refused(odd)
+            raise FaultError(self.name, odd) if self._stated else self._make_refusal(odd)
 
     def _check_is_same(self, headers: Mapping[str, str]) -> None:
         """Check that an answer is of the file that the first one was of, and take over its size."""
@@ -173,10 +173,10 @@ class RemoteSource(FileSource):
             raise FaultError(self.name, "the server sent a range without saying of how many bytes")
         stated = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
         for what, value in stated.items():
-            if self._told.setdefault(what, value) != value:
+            if self._stated.setdefault(what, value) != value:
                 raise SourceError(f"{self.name}: the file changed while being read (another {what}). Start again.")
         if not _STRONG.fullmatch(str(stated["ETag"])) and not stated["Last-Modified"]:
-            raise self._refused("the server gives neither a strong ETag nor a date, so a change would not be seen")
+            raise self._make_refusal("the server gives neither a strong ETag nor a date, so a change would not be seen")
         self.size = int(size)
 
     def _check_range(self, headers: Mapping[str, str], begin: int, end: int) -> None:
@@ -187,7 +187,7 @@ class RemoteSource(FileSource):
             if (header := headers.get(what, "none")) != value:
                 raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(header, 60)}")
 
-    def _refused(self, why: str) -> SourceError:
+    def _make_refusal(self, why: str) -> SourceError:
         return SourceError(f"{self.name}: {why}. {_BY_HAND}")
 
 
@@ -197,7 +197,7 @@ def check_redirects(name: str, *urls: str) -> None:
         raise SourceError(f"{name}: the server redirects to an address without https://. {_BY_HAND}")
 
 
-def ask_patiently(name: str, question: Callable[[], _T]) -> _T:
+def retry_question(name: str, question: Callable[[], _T]) -> _T:
     """What ``question`` to the Hub returns; it is asked again after a fault that may go away.
 
     Raises SourceError: it will not go away, or has not.
@@ -205,14 +205,14 @@ def ask_patiently(name: str, question: Callable[[], _T]) -> _T:
     attempt = 1
     while True:
         try:
-            with faults(name):
+            with translate_errors(name):
                 return question()
         except FaultError as fault:
             if attempt > len(_PAUSES_OF_QUESTIONS):
-                raise _given_up(name, fault, attempt) from fault
+                raise _make_last_error(name, fault, attempt) from fault
             time.sleep(_PAUSES_OF_QUESTIONS[attempt - 1])
         attempt += 1
 
 
-def _given_up(name: str, fault: FaultError, attempt: int) -> SourceError:
+def _make_last_error(name: str, fault: FaultError, attempt: int) -> SourceError:
     return SourceError(f"{name}: {fault.what} (attempt {attempt}, the last). Try again later.")
