@@ -1,9 +1,9 @@
-"""What a value inside an attention may be. Each has exactly one of these forms; anything else is refused.
+"""The forms that values inside an attention may have; any other value is refused.
 
 =======  ==============================================================================================================
-cache    K or V: which elements of an input, times a number
-query    per element, a sum of number · query element · what the position decides
-score    a number for each row (a query head) and slot, or each row, in a stage: score, weights, or between
+cache    K or V: elements of an input, times a number
+query    each element a sum of number · query element · element of a table of the position
+score    a number for each row (a query head) and slot, or for each row, at a stage: score, weights, or between
 =======  ==============================================================================================================
 
 Operators that move elements keep the form. What is done to a score on its way through the masks is a tree
@@ -29,20 +29,20 @@ from mtp_extract.graph.views import View
 
 _MOST_TERMS = 64
 _MOST_MASKS = 256
-"""Nodes of the tree of what masks do to a score; those of Google's structure and of exporters have at most six."""
+"""Nodes of a mask tree; Google's files and those of exporters have at most six."""
 
 CacheAxes = tuple[int | None, int, int]
-"""Of a cache's shape, the axes of KV heads (None where there is one), slots and dimensions."""
+"""Axes of a cache's shape: KV heads (None if there is only one), slots and dimensions."""
 
 
 def heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
-    """KV heads and dimensions of a cache."""
+    """Return how many KV heads a cache has, and how many dimensions each."""
     return 1 if axes[0] is None else shape[axes[0]], shape[axes[2]]
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """``factor`` × elements of the input ``name``; the axes of the input are the labels of ``view``."""
+    """Elements of the input ``name`` × ``factor``; the labels of ``view`` are the axes of the input."""
 
     name: str
     view: View
@@ -51,15 +51,15 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class QueryTerms:
-    """Elements of a query: Σ over terms of ``number · query[element] · position value[by]``."""
+    """Elements of a query, each the sum over terms of ``number · query[element] · table of the position[by]``."""
 
     query: Expr  # the expression of the normed query
-    # Records of the three, ``terms["number"]`` being ``[*shape, terms]``; ``by`` 0 stands for the number 1
+    # Records ``[*shape]`` of number, element and by, each of the three ``[terms]``; ``by`` 0 stands for the number 1
     terms: npt.NDArray[np.void]
 
     @staticmethod
     def of(query: Expr, number: Doubles, element: Ids, by: Ids) -> QueryTerms:
-        """Each ``[*shape, terms]``."""
+        """Join the arrays, each ``[*shape, terms]``, to records."""
         kinds = [(name, kind, number.shape[-1:]) for name, kind in (("number", "f8"), ("element", "i8"), ("by", "i8"))]
         terms = np.zeros(number.shape[:-1], kinds)
         terms["number"] = number
@@ -80,19 +80,18 @@ class QueryTerms:
         return self.terms["by"]
 
     def multiply(self, numbers: Doubles | float) -> QueryTerms:
-        """The same, every number multiplied."""
         return QueryTerms.of(self.query, self.number * numbers, self.element, self.by)
 
     def add(self, other: QueryTerms) -> QueryTerms:
-        """The terms of both; an UnreadableError if there are more than any rotation has."""
+        """Return the sum: the terms of both. Raise UnreadableError if these are more than any rotation has."""
         if self.number.shape[-1] + other.number.shape[-1] > _MOST_TERMS:
-            raise UnreadableError("adds elements of a query again and again")
+            raise UnreadableError(f"adds more than {_MOST_TERMS} elements of a query")
         number = np.concatenate([self.number, other.number], -1)
         element = np.concatenate([self.element, other.element], -1)
         return QueryTerms.of(self.query, number, element, np.concatenate([self.by, other.by], -1))
 
     def pad_terms(self, count: int) -> QueryTerms:
-        """The same, with terms of 0 up to ``count``."""
+        """Add terms of 0, up to ``count`` of them."""
         widths = [(0, 0)] * self.terms.ndim + [(0, count - self.number.shape[-1])]
         return QueryTerms.of(
             self.query, np.pad(self.number, widths), np.pad(self.element, widths), np.pad(self.by, widths)
@@ -101,21 +100,21 @@ class QueryTerms:
 
 @dataclass(frozen=True, eq=False)
 class ScoreRows:
-    """The scores of some rows, each a rotated query head against one head of K."""
+    """Rows of scores, each of a rotated query head and one head of K."""
 
     key: str  # the input that holds K
     axes: CacheAxes  # of K
-    head: Ids  # per row, the KV head
-    rotated: QueryTerms  # per row and dimension of K, ``[rows, dimensions, terms]``
-    tree: MaskTree  # what masks do to them
+    head: Ids  # the KV head of each row
+    rotated: QueryTerms  # the query of each row, by dimensions of K: ``[rows, dimensions, terms]``
+    tree: MaskTree  # what masks do to the scores
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreView:
-    """Numbers of ``scores`` in a stage; ``view`` has the labels "row" and, but where it is summed over, "slot"."""
+    """Numbers of ``scores`` at a stage; ``view`` has the labels "row" and, unless slots were reduced, "slot"."""
 
-    # "score" (query · K, and what masks do to it), "weights" (SOFTMAX of that, or spelled out), or what stands
-    # between the two where a softmax is spelled out: :mod:`mtp_extract.graph.scores` lists them
+    # "score" (query · K, with masks), "weights" (the result of the softmax), or a step between them if the softmax is
+    # spelled out: :mod:`mtp_extract.graph.scores` lists them
     stage: str
     scores: ScoreRows
     view: View
@@ -125,11 +124,11 @@ class ScoreView:
         return self.view.only("slot")
 
     def replace_tree(self, tree: MaskTree, view: View) -> ScoreView:
-        """A score of which masks make ``tree``.
+        """Return the score with another mask tree and view.
 
         Raises:
-            UnsupportedError: it is larger than any drafter's: where each selection is between one score and itself, the
-                time doubles with each.
+            UnsupportedError: the tree is larger than any drafter's. The time to compute its effect is proportional to
+                its size, which doubles with each selection between a score and itself.
         """
         if tree.size > _MOST_MASKS:
             raise UnsupportedError(
@@ -139,52 +138,51 @@ class ScoreView:
         return ScoreView("score", replace(self.scores, tree=tree), view)
 
     def clipped(self, lowest: float, highest: float) -> ScoreView:
-        """The same on a grid from ``lowest`` to ``highest``; scores that no mask has met are rounded alone."""
+        """Return the score after quantization to a range; before any mask, the mask tree stays as it is."""
         if self.stage != "score" or isinstance(self.scores.tree, Score):
             return self
         return self.replace_tree(Clipped(self.scores.tree, lowest, highest), self.view)
 
 
 class OutputGuard(NamedTuple):
-    """A selection between what heads mixed and 0, by whether a mask shows any slot.
+    """A selection between the output of an attention and 0, by whether a mask shows any slot.
 
-    JAX attentions end in ``where(any(mask), mixed, 0)``, for rows that are hidden altogether.
+    JAX attentions end in ``where(any(mask), output, 0)``, for rows that the mask hides completely.
     """
 
-    condition: Value  # what the selection chooses by
-    reduced: Value  # the largest number of the mask, or whether any is true; ``condition`` is computed of this alone
-    mask: MaskValue  # what is reduced, a number for each slot
-    keeps: bool  # the condition's truth that chooses what heads mixed
+    condition: Value
+    reduced: Value  # the largest number of the mask, or whether any is true; ``condition`` depends on nothing else
+    mask: MaskValue  # a number for each slot
+    keeps: bool  # the value of ``condition`` that selects the output of the attention
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """What the o projection reads: rows of ``scores`` that took of V, the input ``value``."""
+    """What the o projection reads: softmax(``scores``) · V."""
 
     scores: ScoreRows
-    value: str
+    value: str  # the input that holds V
     axes: CacheAxes  # of V
-    window: SlotWindow | None  # the slots whose weights alone meet V; None for all
-    guard: OutputGuard | None = None  # what chooses between the result and 0; None for nothing
+    window: SlotWindow | None  # the slots whose weights are multiplied by V; None for all
+    guard: OutputGuard | None = None
 
     @property
     def mask_values(self) -> list[Value]:
-        """The values that positions and masks decide, of its scores and of its output guard."""
+        """The values that positions and masks decide: those of the mask tree, and the mask of the output guard."""
         guards = [] if self.guard is None else [self.guard.mask.value]
         return list({id(value): value for value in (*self.scores.tree.values, *guards)}.values())
 
     @property
     def all_windows(self) -> list[SlotWindow]:
-        """Those of its scores and of its weights."""
         return sorted(self.scores.tree.windows | ({self.window} if self.window is not None else set()))
 
 
 Form = Cache | QueryTerms | ScoreView | Term
-"""Of a value that an activation or a cache decides, or of a constant that meets one."""
+"""The form of a value that depends on an activation or a cache, or of a constant that is combined with one."""
 
 Operand = Form | Value
-"""Of an operator: a form, or the value itself where positions and masks decide it, or it is a constant without a form:
-one that is large, or that holds no numbers.
+"""An operand as a form; or as the value itself if positions and masks decide it, or if it is a constant without a form,
+which is large or holds no numbers.
 """
 
 
@@ -197,41 +195,39 @@ def operand_shape(operand: Operand) -> tuple[int, ...]:
 
 
 def broadcast_shape(operands: Sequence[Operand]) -> tuple[int, ...]:
-    """The shape that ``operands`` have together."""
     return np.broadcast_shapes(*map(operand_shape, operands))
-
-
-# What has been read of a graph: the form of each value, and where expressions and attentions stand.
 
 
 @dataclass(eq=False)
 class ReadGraph:
-    """What every value of ``graph`` is, as far as it was read."""
+    """The form of every value of ``graph`` that has been read, and where expressions and attentions are computed."""
 
     graph: FlatGraph
-    # Whether what cannot be read is refused. If not, it is an expression "unread", and attentions are such.
+    # If False, an operator that cannot be read is no error but an expression "unread", and so is any attention.
     strict: bool = True
     expressions: Expressions = field(default_factory=Expressions)
-    # By ``id`` of a value, its form; constants that were asked for are among them
+    # ``id`` of a value → its form; constants are added when they are asked for
     forms: dict[int, Form] = field(default_factory=dict)
-    # Expression → the first value that is all of it, and the factor there
+    # Expression → the first value that holds all its elements, and its factor there
     first: dict[Expr, tuple[Value, float]] = field(default_factory=dict)
-    # Expression → values that are all of it times constants, in the order of the graph
+    # Expression → values that hold all its elements times constants, in the order of the graph
     scaled: dict[Expr, list[tuple[Term, Value]]] = field(default_factory=dict)
     products: dict[Expr, Node] = field(default_factory=dict)  # expression of a product with a matrix → its operator
-    attentions: dict[Expr, Attention] = field(default_factory=dict)  # expression of what heads mixed → how
-    # Activations that the file holds in other types than FLOAT32, and weights that an operator rounds
+    attentions: dict[Expr, Attention] = field(
+        default_factory=dict
+    )  # expression of an attention's output → how it is computed
+    # Activations of other types than FLOAT32, and weights that an operator rounds
     rounded: list[Value] = field(default_factory=list)
-    current: Node | None = None  # the operator that is being read, or was when it was refused; None where all were read
-    refusal: MtpExtractError | None = None  # why the reading ended before the last operator; None where it did not
+    current: Node | None = None  # the operator being read, or the refused one; None at the end
+    refusal: MtpExtractError | None = None  # why reading ended before the last operator
 
     @cached_property
     def positions(self) -> Positions:
-        """What the position alone decides, and the slots of the caches; an UnsupportedError if too many."""
+        """The tables of the position, and the slots of the caches. Raises UnsupportedError if there are too many."""
         return Positions(self.graph)
 
     def require_all(self) -> ReadGraph:
-        """Itself, read to its end; else its ``refusal`` is raised."""
+        """Return itself if the whole graph was read, else raise :attr:`refusal`."""
         if self.refusal is not None:
             raise self.refusal
         return self

@@ -1,7 +1,7 @@
-"""What masks do to a score: a tree of the operators on its way to the softmax.
+"""What masks do to a score: a tree of the operators between query · K and the softmax.
 
-A mask acts slot by slot: the score there is kept or replaced, and numbers are added. So what the leaves of a tree are
-at a slot decides what becomes of the score, and :meth:`MaskTree.effect` computes that for many cases at once.
+A mask acts slot by slot: it keeps or replaces the score of a slot, and adds numbers to it. So the numbers of the leaves
+at a slot decide what becomes of the score there, and :meth:`MaskTree.effect` computes that for many cases at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mtp_extract.graph.flat import Value
 Bools = npt.NDArray[np.bool_]
 
 _LARGEST_OFFSET = 64.0
-"""What may be added to a score that is seen: more would round it away."""
+"""The most that may be added to the score of a visible slot: a larger number would round the score away."""
 
 
 class SlotWindow(NamedTuple):
-    """Some slots from where the position says: the number of its table of first slots, and how many."""
+    """``size`` slots in a row; ``table`` is the number of the table that has, for each position, the first of them."""
 
     table: int
     size: int
@@ -33,13 +33,13 @@ class SlotWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Cases:
-    """Some positions with some contents of the mask inputs, and what the leaves of a tree are there."""
+    """Samples of positions and contents of mask inputs, with the numbers that the leaves of a mask tree have there."""
 
     positions: Ids  # ``[samples]``
     slots: int  # of the caches
-    shown: Mapping[str, Bools]  # mask input → whether it shows slots, ``[samples, 1]``
-    numbers: Mapping[int, npt.NDArray[np.generic]]  # by ``id``, what the value of a leaf is, ``[samples, *shape]``
-    within: Mapping[SlotWindow, Bools]  # whether slots are in a window, ``[samples, slots]``
+    shown: Mapping[str, Bools]  # mask input → whether it shows the slots, ``[samples, 1]``
+    numbers: Mapping[int, npt.NDArray[np.generic]]  # ``id`` of a leaf's value → its numbers, ``[samples, *shape]``
+    within: Mapping[SlotWindow, Bools]  # window → which slots are in it, ``[samples, slots]``
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,58 +48,54 @@ class Cases:
 
 @dataclass(frozen=True)
 class Effect:
-    """What becomes of a score, ``[samples, slots]``: ``offset``, added to the score where it is ``scored``; ``lost``
-    where that rounds the score away.
-    """
+    """The result of a mask tree, ``[samples, slots]``: score + ``offset`` where ``scored``, else ``offset`` alone."""
 
     scored: Bools
     offset: Doubles
-    lost: Bools
+    lost: Bools  # whether an offset has rounded the score away
 
     @property
     def is_seen(self) -> Bools:
-        """Where the score is left, with an offset beside which it counts."""
+        """Where the result contains the score, with an offset that does not round it away."""
         return self.scored & (np.abs(self.offset) <= _LARGEST_OFFSET)
 
-    def where(self, chosen: Bools, other: Effect) -> Effect:
-        """This one where it is ``chosen``, else ``other``."""
+    def select(self, chosen: Bools, alternative: Effect) -> Effect:
         return Effect(
-            np.where(chosen, self.scored, other.scored),
-            np.where(chosen, self.offset, other.offset),
-            np.where(chosen, self.lost, other.lost),
+            np.where(chosen, self.scored, alternative.scored),
+            np.where(chosen, self.offset, alternative.offset),
+            np.where(chosen, self.lost, alternative.lost),
         )
 
 
 class MaskTree:
-    """What stands for a score, slot by slot."""
+    """A number for each slot, computed of the score, masks and the position."""
 
     def effect(self, cases: Cases) -> Effect:
-        """What it does in ``cases``."""
         raise NotImplementedError
 
-    def parts(self) -> list[MaskTree]:
-        """The trees that it is made of."""
+    def list_parts(self) -> list[MaskTree]:
         return [part for part in vars(self).values() if isinstance(part, MaskTree)]
 
-    def nodes(self) -> Iterator[MaskTree]:
-        """Itself, and all that it is made of."""
+    def iterate_nodes(self) -> Iterator[MaskTree]:
         yield self
-        for part in self.parts():
-            yield from part.nodes()
+        for part in self.list_parts():
+            yield from part.iterate_nodes()
 
     @cached_property
     def size(self) -> int:
-        """How many nodes it has; one that several share counts for each of them."""
-        return 1 + sum(part.size for part in self.parts())
+        """The number of nodes; a node that several share is counted for each of them."""
+        return 1 + sum(part.size for part in self.list_parts())
 
     @property
     def values(self) -> list[Value]:
         """The values that positions and masks decide, each once."""
-        return list({id(node.value): node.value for node in self.nodes() if isinstance(node, MaskValue)}.values())
+        return list(
+            {id(node.value): node.value for node in self.iterate_nodes() if isinstance(node, MaskValue)}.values()
+        )
 
     @property
     def windows(self) -> set[SlotWindow]:
-        return {node.window for node in self.nodes() if isinstance(node, InWindow)}
+        return {node.window for node in self.iterate_nodes() if isinstance(node, InWindow)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +110,10 @@ SCORE = Score()
 
 
 class Leaf(MaskTree):
-    """A number for each slot, beside a score or in its place."""
+    """A number for each slot that does not depend on the score."""
 
     def numbers(self, cases: Cases) -> Doubles:
-        """``[samples, slots]``."""
+        """Return the number of each slot, ``[samples, slots]``."""
         raise NotImplementedError
 
     def effect(self, cases: Cases) -> Effect:
@@ -136,7 +132,7 @@ class MaskNumber(Leaf):
 
 @dataclass(frozen=True)
 class MaskValue(Leaf):
-    """A value that positions and masks decide; ``slot_axis`` is None where it is the same for each slot."""
+    """A value that positions and masks decide; ``slot_axis`` is None if all slots have the same number."""
 
     value: Value
     slot_axis: int | None
@@ -147,7 +143,7 @@ class MaskValue(Leaf):
             by_slot = array.reshape(len(array), -1, 1)
         else:
             by_slot = np.moveaxis(array, 1 + self.slot_axis, -1)
-        # Every other axis would tell heads apart.
+        # Any other axis of the mask is one of heads.
         table = by_slot.reshape(len(array), -1, by_slot.shape[-1]).astype(np.float64)
         if not np.array_equal(table, np.broadcast_to(table[:, :1], table.shape), equal_nan=True):
             raise UnsupportedError(f"{self.value.label} masks heads differently, which no checkpoint does.")
@@ -170,7 +166,7 @@ class Add(MaskTree):
 
 @dataclass(frozen=True, eq=False)
 class Select(MaskTree):
-    """``yes`` where ``condition`` is not 0, else ``no``."""
+    """``yes`` if ``condition`` is not 0, else ``no``."""
 
     condition: Leaf
     yes: MaskTree
@@ -178,24 +174,24 @@ class Select(MaskTree):
 
     def effect(self, cases: Cases) -> Effect:
         chosen = self.condition.numbers(cases) != 0
-        return self.yes.effect(cases).where(chosen, self.no.effect(cases))
+        return self.yes.effect(cases).select(chosen, self.no.effect(cases))
 
 
 @dataclass(frozen=True, eq=False)
 class InWindow(MaskTree):
-    """``tree`` in a window of slots, and one number elsewhere."""
+    """``tree`` in a window of slots, and one number in all others."""
 
     tree: MaskTree
     window: SlotWindow
     elsewhere: MaskNumber
 
     def effect(self, cases: Cases) -> Effect:
-        return self.tree.effect(cases).where(cases.within[self.window], self.elsewhere.effect(cases))
+        return self.tree.effect(cases).select(cases.within[self.window], self.elsewhere.effect(cases))
 
 
 @dataclass(frozen=True, eq=False)
 class Clipped(MaskTree):
-    """``tree`` on a grid of codes, which cuts off what a mask wrote for what it hides."""
+    """``tree`` after quantization, which clips the numbers that masks write for hidden slots."""
 
     tree: MaskTree
     lowest: float
@@ -203,6 +199,6 @@ class Clipped(MaskTree):
 
     def effect(self, cases: Cases) -> Effect:
         before = self.tree.effect(cases)
-        # A score that was seen is rounded, and cut off by less; one that was hidden stands at an end of the grid.
+        # Clipping hardly changes a visible score, and leaves a hidden one at an end of the range.
         clipped = np.clip(before.offset, self.lowest, self.highest)
         return replace(before, offset=np.where(before.is_seen, before.offset, clipped))

@@ -1,9 +1,8 @@
-"""What mask inputs and positions make of the masks of an attention, case by case.
+"""Compute the masks of an attention for every position and content of the mask inputs.
 
-A mask acts slot by slot: no operator may bring two slots together, so what mask inputs hold at a slot are all the cases
-that there are. A row is what a mask is at one position. Where everything that leads to a mask is a function of *slot
-less position*, of a mask input at the slot, or of neither, the row of the next position is the same, one slot further
-on: so the first and the last row show all.
+No operator may combine two slots of a mask. So every slot has only the cases that its mask input shows or hides it. A
+row is the mask at one position. If a mask depends on nothing but *slot − position* and a mask input at the slot,
+the row of the next position is the same row, shifted by one slot: then the first and the last row stand for all rows.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ HIDDEN_BY_FLOATS: dict[TensorType | None, float] = {
     TensorType.FLOAT32: -0.7 * float(np.finfo(np.float32).max),
     TensorType.FLOAT16: -45824.0,
 }
-"""What LiteRT's runtime writes where a mask of floats hides a slot; it writes 0 where the mask shows one."""
+"""The number by which LiteRT's runtime hides a slot in a mask input of floats; it writes 0 for visible slots."""
 _KEEP_SLOTS = frozenset({"RESHAPE", "EXPAND_DIMS", "SQUEEZE", "BROADCAST_TO", "CONCATENATION"})
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
 _INTEGERS = frozenset({TensorType.INT32, TensorType.INT64})
@@ -42,9 +41,9 @@ _LARGEST_EXACT = 2.0**52
 
 
 class Line(NamedTuple):
-    """``position · p + slot · s`` + a number that is the same at all positions and slots.
+    """A number ``position · p + slot · s + constant``.
 
-    Comparing two gives a function of *slot less position* where the slopes of their difference cancel out.
+    A comparison of two lines is a function of *slot − position* if the two slopes of their difference cancel out.
     """
 
     position: float
@@ -52,7 +51,7 @@ class Line(NamedTuple):
 
     @property
     def shifts(self) -> bool:
-        """Whether it is a function of *slot less position*."""
+        """Whether it is a function of *slot − position*."""
         return self == SHIFTED or self.position + self.slot == 0
 
     def add(self, other: Line, sign: int) -> Line:
@@ -63,7 +62,7 @@ UNIFORM = Line(0, 0)
 """A number that is the same at all positions and slots."""
 
 SHIFTED = Line(-math.inf, math.inf)
-"""Any function of *slot less position* and of a mask input at the slot."""
+"""Any function of *slot − position* and of a mask input at the slot."""
 
 
 class Masks:
@@ -76,8 +75,8 @@ class Masks:
         self._lines: dict[int, Line | None] = {}
 
     def window(self, attention: Attention) -> int | None:
-        """How many slots the last query sees where mask inputs hide none; None for all."""
-        cases = self.cases(attention, np.array([self.slots - 1]), {})
+        """Return how many slots the query at the last position sees if mask inputs show all; None if it sees all."""
+        cases = self.build_cases(attention, np.array([self.slots - 1]), {})
         effect = attention.scores.tree.effect(cases)
         finite = effect.offset[np.isfinite(effect.offset)]
         visible = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
@@ -87,20 +86,26 @@ class Masks:
         return count if 0 < count < self.slots and visible[0, -count:].all() else None
 
     def each_case(self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow]) -> Iterator[Cases]:
-        """Every position with every content of what is in ``either``: mask inputs, which else show all, and windows: a
-        slot is in one or not, whatever the position says. Some at once, and of the longest caches one.
+        """Yield cases of every position, combined with both contents of everything in ``either``.
+
+        A mask input in ``either`` shows all slots or hides all; a window contains all slots or none, whatever the
+        position says. Other mask inputs show all slots. As many samples come at once as fit in memory.
         """
         contents = np.array(list(itertools.product((True, False), repeat=len(either))))
-        at = np.repeat(positions, len(contents))
-        chosen = np.tile(contents, (len(positions), 1))
+        sample_positions = np.repeat(positions, len(contents))
+        sample_contents = np.tile(contents, (len(positions), 1))
         step = max(1, _NUMBERS_AT_ONCE // self.slots)
-        for first in range(0, at.size, step):
-            columns = chosen[first : first + step].T[..., None]
-            yield self.cases(attention, at[first : first + step], dict(zip(either, columns, strict=True)))
+        for first in range(0, sample_positions.size, step):
+            columns = sample_contents[first : first + step].T[..., None]
+            free = dict(zip(either, columns, strict=True))
+            yield self.build_cases(attention, sample_positions[first : first + step], free)
 
-    def cases(self, attention: Attention, at: Ids, free: Mapping[str | SlotWindow, Bools]) -> Cases:
-        """Positions ``at``, ``[samples]``, with what ``free`` says of mask inputs and windows there, ``[samples, 1]``;
-        a mask input that it does not name shows all."""
+    def build_cases(self, attention: Attention, at: Ids, free: Mapping[str | SlotWindow, Bools]) -> Cases:
+        """Return the cases of positions ``at``, ``[samples]``.
+
+        ``free`` says, ``[samples, 1]``, whether a mask input shows all slots and whether a window contains all; by
+        default a mask input shows all, and the position decides what a window contains.
+        """
         values = attention.mask_values
         contents = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
         needed = inputs_of(values)
@@ -114,14 +119,14 @@ class Masks:
         return Cases(at, self.slots, contents, numbers, within)
 
     def _fill_mask(self, name: str, content: Bools, samples: int) -> Array:
-        """The mask input ``name``, as runtimes fill it where it shows slots or not, as ``content`` says."""
+        """Return the mask input ``name`` as runtimes fill it; ``content`` says whether it shows the slots."""
         value = self.graph.inputs[name]
         rows = np.broadcast_to(content, (samples, self.slots))
         hidden = HIDDEN_BY_FLOATS.get(value.tensor.type)
         return fill_input(value, rows if hidden is None else np.where(rows, 0, hidden))
 
     def _find_slots_in_window(self, window: SlotWindow, at: Ids, free: Bools | None) -> Bools:
-        """Whether slots are in ``window`` at positions ``at``, as the position or ``free`` says."""
+        """Return which slots are in ``window``, ``[samples, slots]``: by position if ``free`` is None."""
         if free is None:
             slots = np.arange(self.slots)
             first = self.positions.first_slots[window.table][at][:, None]
@@ -129,7 +134,7 @@ class Masks:
         return np.broadcast_to(free, (at.size, self.slots))
 
     def guard_keeps(self, guard: OutputGuard, largest: float) -> Bools:
-        """Whether ``guard`` keeps what heads mixed where the largest number of its mask is ``largest``, by element."""
+        """Return, by element, whether ``guard`` keeps the attention's output if its mask reduces to ``largest``."""
         _check_exact([guard.condition])
         reduced = guard.reduced.tensor
         largest_shown = np.full((1, *reduced.shape), largest, NUMPY_TYPES[reduced.type])
@@ -137,7 +142,7 @@ class Masks:
         return np.asarray(condition == guard.keeps)
 
     def _check_slot_by_slot(self, masks: Sequence[Value]) -> None:
-        """Check that on the way to ``masks`` no operator brings slots of a mask together, or moves them."""
+        """Raise UnsupportedError if an operator on the way to ``masks`` combines slots of a mask, or moves them."""
         for value in itertools.chain.from_iterable(map(ancestors, masks)):
             node = value.producer
             if not value.depends & Depends.MASK:
@@ -147,29 +152,28 @@ class Masks:
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
                 raise refused(
                     node,
-                    "brings slots of a mask together, or moves them; a drafter's masks act slot by slot.",
+                    "combines slots of a mask, or moves them; a drafter's masks act slot by slot.",
                 )
 
     def _is_by_slot(self, value: Value) -> bool:
-        """Whether its last axis is that of the slots."""
         return value.tensor.shape[-1:] == (self.slots,)
 
     def _keeps_slots(self, node: Node) -> bool:
-        """Whether an operator that moves elements leaves every slot in its place."""
+        """Return whether an operator that moves elements leaves every slot in its place."""
         if node.kind not in _KEEP_SLOTS:
             return False
         places = LAYOUT[node.kind]
         operands = [(value, place in places) for place, value in enumerate(node.inputs) if value is not None]
         return all(self._is_by_slot(value) if is_moved else not value.depends for value, is_moved in operands)
 
-    # Rows that are the same up to a shift.
+    # Rows that are equal up to a shift.
 
     def rows_are_alike(self, values: Iterable[Value]) -> bool:
-        """Whether all rows of the masks ``values`` are the same, up to a shift."""
+        """Return whether every row of the masks ``values`` equals the first, shifted."""
         return all(self._find_line(value) in (SHIFTED, UNIFORM) for value in values)
 
     def _find_line(self, value: Value) -> Line | None:
-        """How ``value`` depends on position and slot; None where neither a line nor a shift says it."""
+        """Return how ``value`` depends on position and slot; None if it is neither a line nor a shift."""
         if id(value) not in self._lines:
             self._lines[id(value)] = self._read_line(value)
         return self._lines[id(value)]
@@ -178,7 +182,7 @@ class Masks:
         if value.constant:
             return self._read_constant_line(value)
         if not self._is_by_slot(value):
-            # A few numbers that count positions.
+            # A few numbers that have no axis of slots, such as the position itself.
             if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
                 return None
             slope = _find_slope(self.positions.table(value).T)
@@ -190,7 +194,7 @@ class Masks:
         return self._compute_line(value.producer)
 
     def _read_constant_line(self, value: Value) -> Line | None:
-        """A constant that counts slots, or that has none."""
+        """Return the line of a constant that counts slots, or has no axis of slots."""
         tensor = value.tensor
         if self.slots not in tensor.shape:
             return UNIFORM
@@ -202,7 +206,7 @@ class Masks:
         return None if slope is None else Line(0, slope)
 
     def _move_line(self, node: Node) -> Line | None:
-        """What an operator that moves elements hands on: slots stay, or one number is repeated for each."""
+        """Return the line after an operator that moves elements, if slots stay or one number is repeated for each."""
         repeats = node.kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
         if not (repeats or self._keeps_slots(node)):
             return None
@@ -211,7 +215,7 @@ class Masks:
         return lines.pop() if len(lines) == 1 else None
 
     def _compute_line(self, node: Node) -> Line | None:
-        """What an operator computes slot by slot of lines and shifts."""
+        """Return the line or shift that an elementwise operator computes of others."""
         if node.kind not in ELEMENTWISE or node.op.activation:
             return None
         lines = list[Line]()
@@ -226,27 +230,28 @@ class Masks:
 
 
 def _check_exact(values: Sequence[Value]) -> None:
-    """Check that ``values`` are computed of what every hardware rounds alike, or not at all."""
+    """Raise UnsupportedError if ``values`` depend on a result that hardware rounds in different ways."""
     for value in itertools.chain.from_iterable(map(ancestors, values)):
         if value.producer is not None and is_rounded(value.producer):
-            raise refused(value.producer, "decides a mask by what hardware rounds in ways of its own.")
+            raise refused(value.producer, "decides a mask by a number that hardware rounds in ways of its own.")
 
 
-def _combine_lines(node: Node, first: Line, other: Line) -> Line | None:
-    """What ``node`` makes of two lines, or of one, which is both; of some that are no shift."""
+def _combine_lines(node: Node, first: Line, last: Line) -> Line | None:
+    """Return the line or shift that ``node`` computes of its first and its last operand; one of them is no shift."""
     if node.kind in _COMPARISONS:
-        return SHIFTED if first.add(other, -1).shifts else None
-    # Sums of floats are rounded; integers that wrap are refused.
+        return SHIFTED if first.add(last, -1).shifts else None
+    # Sums of floats are rounded, so they are no lines; of integers those that overflow are refused elsewhere.
     if node.outputs[0].tensor.type not in _INTEGERS:
         return None
     if node.kind in ("ADD", "SUB"):
-        return first.add(other, 1 if node.kind == "ADD" else -1)
+        return first.add(last, 1 if node.kind == "ADD" else -1)
     return first if node.kind == "CAST" else None
 
 
 def _find_slope(numbers: npt.NDArray[np.generic]) -> int | None:
-    """The one integer by which ``numbers`` rise along their last axis; 0 where they do not. None also of numbers whose
-    differences would be rounded, or wrap.
+    """Return the integer step of ``numbers`` along their last axis, 0 if they are equal.
+
+    None if there is no one step, or if float64 would round the numbers.
     """
     if bool((numbers == numbers[:, :1]).all()):
         return 0

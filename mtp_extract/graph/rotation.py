@@ -1,7 +1,7 @@
-"""How an attention rotates its queries, as the graph has it, and the config's RoPE behind that.
+"""Read how the graph of an attention rotates its queries, and find the config's RoPE that does the same.
 
-A row of a score is, per dimension ``d`` of K, a sum of number · query element · table of the position. It has to be an
-amplitude times ``q[d] · cos − q[d + half] · sin`` below half, and ``q[d] · cos + q[d − half] · sin`` above.
+For each dimension ``d`` of K, a row of scores has a sum of number · query element · table of the position. It has to be
+an amplitude times ``q[d] · cos − q[d + half] · sin`` below half, and ``q[d] · cos + q[d − half] · sin`` above.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mtp_extract.litertlm.storage import Floats
 
 _MOST_DOUBLINGS = 20
 _COSINE_ERROR = 2e-7
-"""What float32 leaves of a cosine, or of an angle that is made of one."""
+"""The largest error of a cosine in float32, or of an angle computed from one."""
 _MOST_THETA_DIGITS = 7
 _LARGEST_THETA_EXPONENT = 12
-# A frequency in float32, made by a power, a reciprocal or a sine, is right to this share of itself.
+# The relative error of a frequency in float32 that was computed by a power, a reciprocal or a sine.
 _RELATIVE_ERROR = 2e-6
 _HALF_PRECISION_ERROR = 2.0**-11
 _SUBNORMAL_ERROR = 2.0**-25
 
 
 _HALVES = ((0, 0, 1), (0, 1, 1), (1, 0, -1), (1, 1, 1))
-"""Cosines below and above half, sines below and above half: part, side, and the sign that RoPE has there."""
+"""Cosines below and above half, then sines below and above half: part (see Rotation.number), side, sign in RoPE."""
 
 
 class _Sum(NamedTuple):
-    """Σ over terms of number · column of a table, ``[dimensions, terms]``; where ``by`` is 0 the number alone."""
+    """Sum over terms of number · column of a table, ``[dimensions, terms]``; if ``by`` is 0, of the number alone."""
 
     number: Floats
     columns: Ids
@@ -46,11 +46,10 @@ class _Sum(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """Equal for equal sums."""
         return tuple(part.tobytes() for part in self)
 
     def evaluate(self, table: Floats) -> Floats:
-        """For every row of ``table``: ``[positions, dimensions]``."""
+        """Return the sum for every row of ``table``, ``[positions, dimensions]``."""
         total: Floats | None = None
         for factors, columns, by in zip(self.number.T, self.columns.T, self.by.T, strict=True):
             if factors.any():
@@ -72,18 +71,18 @@ def _multiply_columns(factors: Floats, columns: Ids, by: Ids, table: Floats) -> 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """What each dimension of a query head is multiplied by, the other of its pair with it."""
+    """The coefficients that rotate a query head: of each dimension, and of the other dimension of its pair."""
 
-    amplitude: float  # a factor on all of it
-    # ``[2, dimensions, terms]``, for the dimension itself and the other of its pair: numbers, and which elements of the
-    # position's tables they multiply (0 for none).
+    amplitude: float  # a factor of all coefficients
+    # ``[2, dimensions, terms]``, of the dimension itself (part 0) and of the other of its pair (part 1): numbers, and
+    # the elements of the position's tables that they are multiplied by (0 for none)
     number: Floats
     by: Ids
     positions: Positions
 
     @property
     def values(self) -> list[Value]:
-        """The values of the position that it is made of."""
+        """The tables of the position that the coefficients are computed from."""
         return self.positions.values_of(self.by)
 
     @property
@@ -92,25 +91,32 @@ class Rotation:
         return self.number.shape, self.number.tobytes(), self.by.tobytes()
 
     def at(self, positions: Ids | None = None, *, last_bits: int = 0) -> Iterator[tuple[Ids, list[Floats]]]:
-        """Cosines below and above half, sines below and above half, ``[positions, half]`` each; at all if None.
+        """Yield positions, and there the cosines below and above half, and the sines below and above half.
 
-        What is the same for several is one array.
+        Each is an array ``[positions, half]``; equal ones are one array.
+
+        Args:
+            positions: where to compute them; None for all positions.
+            last_bits: as for :meth:`Positions.at`.
+
+        Raises:
+            UnsupportedError: nothing depends on the position: there is no RoPE.
         """
         values = self.values
         if not values:
             raise UnsupportedError("A query is not rotated by the position: it has no RoPE.")
         columns = self._number_columns(values)
         sums = [self._build_sum(columns, *half) for half in _HALVES]
-        # Most often both halves are turned by the same numbers.
-        distinct = {each.key: each for each in sums}
+        # Usually both halves are rotated by the same numbers, which are then computed once.
+        distinct = {term_sum.key: term_sum for term_sum in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
-        for some, tables in self.positions.at(everywhere, values, last_bits=last_bits):
+        for chunk, tables in self.positions.at(everywhere, values, last_bits=last_bits):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
-            coefficients = {key: each.evaluate(table) for key, each in distinct.items()}
-            yield some, [coefficients[each.key] for each in sums]
+            coefficients = {key: term_sum.evaluate(table) for key, term_sum in distinct.items()}
+            yield chunk, [coefficients[term_sum.key] for term_sum in sums]
 
     def _number_columns(self, values: Sequence[Value]) -> Ids:
-        """Per element of the position's tables, its column where the tables of ``values`` stand side by side."""
+        """Return, for each element of the position's tables, its column in the tables of ``values`` side by side."""
         columns = np.zeros(self.positions.count, np.int64)
         begin = 0
         for value in values:
@@ -120,17 +126,20 @@ class Rotation:
         return columns
 
     def _build_sum(self, columns: Ids, part: int, side: int, sign: int) -> _Sum:
-        """What the dimensions below or above half are multiplied by, or the other of their pair (``part`` 1)."""
+        """Return the coefficients of one part for the dimensions below (``side`` 0) or above half."""
         size = self.number.shape[1] // 2
         half = slice(side * size, (side + 1) * size)
         by = self.by[part, half]
         return _Sum(self.number[part, half] * sign, columns[by], by)
 
     def measured(self) -> tuple[Doubles, Doubles]:
-        """By how much a query turns from one position to the next, and how far each number may be off.
+        """Return the angles by which a query turns from one position to the next, ``[half]``, and their largest errors.
 
-        The angle is followed from position to position, each twice as far: so little of an error is left. Where
-        nothing turns it is exactly 0.
+        They are measured at positions 1, 2, 4, …: the farther the position, the smaller the error of an angle per step.
+        A pair that does not turn has exactly 0.
+
+        Raises:
+            FormatError: a cosine or sine is not finite.
         """
         slots = self.positions.slots
         steps = np.array([1 << k for k in range(_MOST_DOUBLINGS) if 1 << k < slots] or [0])
@@ -146,8 +155,9 @@ class Rotation:
 
 
 def _unwrap_frequencies(positions: Ids, angles: Doubles) -> Doubles:
-    """The frequencies, ``[half]``, of ``angles`` between −π and π at ``positions``, each twice the one before: how many
-    whole turns an angle is short of follows from the frequency up to there.
+    """Return the frequencies, ``[half]``, of ``angles`` between −π and π at ``positions``, each twice the one before.
+
+    The frequency measured so far tells how many whole turns an angle lacks.
     """
     frequency = np.zeros(angles.shape[1])
     for position, angle in zip(positions, angles, strict=True):
@@ -157,10 +167,10 @@ def _unwrap_frequencies(positions: Ids, angles: Doubles) -> Doubles:
 
 
 def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
-    """Take the rows of a layer's scores apart; ``name`` is the layer's, for messages.
+    """Return the rotation that all rows of a layer's scores have; ``name`` is the layer's, for messages.
 
     Raises:
-        RoleError: rows are made of other elements of the query than of one head's, pair by pair, or not alike.
+        RoleError: a row is not one query head rotated in RoPE's pairs of dimensions, or rows are rotated differently.
     """
     rotated = scores.rotated
     head = np.where(rotated.number != 0, rotated.element // rotated.number.shape[1], 0).max((1, 2))
@@ -170,14 +180,14 @@ def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positio
     first = number[0, 0]
     amplitude = float(first[np.abs(first).argmax()])
     if not amplitude:
-        raise RoleError(f"{name}.attention: a dimension of its query does not reach the scores.")
+        raise RoleError(f"{name}.attention: a dimension of its query has no part in its scores.")
     terms = (number != 0).any((0, 1))
     return Rotation(amplitude, (number[..., terms] / amplitude).astype(np.float32), by[..., terms], positions)
 
 
 def _split_terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Doubles, Ids]:
-    """Numbers of terms and elements of tables, ``[2, dimensions, terms]``, the same for all rows: of the element of the
-    query that a dimension has in its head, and of the other of its pair.
+    """Return numbers and elements of tables, ``[2, dimensions, terms]``, that all rows share, as :class:`Rotation` has
+    them.
     """
     width = rotated.number.shape[1]
     used = rotated.number != 0
@@ -193,26 +203,26 @@ def _split_terms_by_pair(name: str, rotated: QueryTerms, head: Ids) -> tuple[Dou
 
 
 def _match_pairs(element: Ids) -> Bools:
-    """Where the terms of each dimension, ``[rows, dimensions, terms]``, are of its own element, and where of the other
-    of its pair, ``[rows, 2, dimensions, terms]``.
+    """Return, ``[rows, 2, dimensions, terms]``, which terms of a dimension are of its own element, and which of the
+    other of its pair. ``element`` is ``[rows, dimensions, terms]``.
     """
     dimensions = np.arange(element.shape[1])[:, None]
     return np.stack([element == dimensions, element == np.roll(dimensions, dimensions.size // 2, 0)], 1)
 
 
 def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: int) -> None:
-    """Check the query head of every row, and the head of K that meets it."""
+    """Raise RoleError unless every row is another query head, with the KV head that a checkpoint gives it."""
     if not np.array_equal(np.sort(head), np.arange(heads)):
-        raise RoleError(f"{name}.attention: its scores are not one row a query head.")
+        raise RoleError(f"{name}.attention: its scores have not one row for each query head.")
     if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
         raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
 
 
-# The config's RoPE behind a table of frequencies.
+# The config's RoPE that makes a table of frequencies.
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
-    """``theta^(−2i / head_dim)``, 0 past the rotated share; float64 ``[head_dim / 2]``."""
+    """Return ``theta^(−2i / head_dim)``, and 0 past the rotated share: float64 ``[head_dim / 2]``."""
     index = np.arange(head_dim // 2)
     rotated = int(rope.partial_rotary_factor * head_dim // 2)
     by_dimension: Doubles = rope.theta ** (-2.0 * index / head_dim) / rope.factor * (index < rotated)
@@ -220,10 +230,11 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
 
 
 def _bound_rounding(table: Doubles, doubt: Doubles) -> Doubles:
-    """How far each entry of ``table``, which is known up to ``doubt``, may be from the number it stands for: it was
-    computed in F32, or stored in F16 by models of half precision.
+    """Return how far each entry of ``table``, measured up to ``doubt``, may be from the exact frequency.
+
+    Models compute frequencies in F32, or store them in F16.
     """
-    # Converters turn constants of half precision into float32: that all of them are representable in half is no chance.
+    # Converters store F16 constants as F32; frequencies that are all exact in F16 come from such a model.
     with np.errstate(over="ignore"):
         half = table.astype(np.float16).astype(np.float64)
     if (np.abs(table - half) <= doubt).all():
@@ -232,9 +243,11 @@ def _bound_rounding(table: Doubles, doubt: Doubles) -> Doubles:
 
 
 def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> RopeConfig:
-    """Theta and the rotated share behind a table of ``head_dim / 2`` frequencies, checked against the whole table.
+    """Return the theta and the rotated share that make every entry of a table of ``head_dim / 2`` frequencies.
 
-    ``allowed`` is how far an entry may be off, as :meth:`Rotation.measured` says.
+    Args:
+        name: of the layer, for messages.
+        allowed: the largest error of each entry, as :meth:`Rotation.measured` returns it.
 
     Raises:
         UnsupportedError: no theta and share make this table.
@@ -243,10 +256,10 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
     exponent = _estimate_theta_exponent(table[:rotated_count], allowed[:rotated_count], head_dim)
     if exponent > _LARGEST_THETA_EXPONENT:
         raise UnsupportedError(f"{name}: its RoPE table would need a theta of 1e{exponent:.0f}.")
-    # The roundest number first: a coarse grid leaves room for several.
+    # Several thetas may fit within the errors: the one with the fewest digits comes first.
     rounded = (float(f"{10**exponent:.{digits}e}") for digits in range(_MOST_THETA_DIGITS))
     for theta in (10.0 ** round(exponent), *rounded):
-        # What follows may be not rotated, or rotated by so little that the grid has no step for it.
+        # Entries of 0 are not rotated, or by less than the type of the table can hold.
         for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
             expected = frequencies(rope, head_dim)
@@ -256,7 +269,7 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
 
 
 def _count_rotated(name: str, table: Doubles, allowed: Doubles) -> int:
-    """How many entries of a table turn: they begin with 1, none is above, and the others are 0."""
+    """Return how many entries are rotated: the first is 1, none is larger, and all others are 0."""
     count = int(np.count_nonzero(table))
     is_share = (table >= 0).all() and (table <= 1 + allowed).all()
     if count < 2 or table[count:].any() or not is_share or abs(table[0] - 1.0) > _RELATIVE_ERROR + allowed[0]:
@@ -265,8 +278,8 @@ def _count_rotated(name: str, table: Doubles, allowed: Doubles) -> int:
 
 
 def _estimate_theta_exponent(table: Doubles, allowed: Doubles, head_dim: int) -> float:
-    """log10 of theta, by ``table[i] = theta^(−2i / head_dim)``."""
+    """Return log10 of theta, of ``table[i] = theta^(−2i / head_dim)``."""
     index = np.arange(1, table.size)
-    # The entry whose rounding leaves the least doubt of theta: far from 1, and far above its rounding.
+    # The entry whose error changes theta least: it is far from 1, and large beside its error.
     best = int(index[np.argmin(allowed[1:] / table[1:] / index)])
     return -math.log10(table[best]) * head_dim / (2 * best)

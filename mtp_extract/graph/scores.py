@@ -1,4 +1,6 @@
-"""From queries to weights: queries are moved, scaled and rotated; masks, windows and a softmax follow query · K."""
+"""Read the operators from queries to weights: they move, scale and rotate queries, multiply them by K, and mask the
+scores up to the softmax.
+"""
 
 from __future__ import annotations
 
@@ -53,53 +55,62 @@ _STAGES: dict[tuple[str | float | None, ...], str] = {
     ("LOGICAL_NOT", "hidden"): "seen",
     ("REDUCE_ANY", "seen", None): "some",
     ("LOGICAL_NOT", "some"): "none",
-    # Where a row sees no slot, its weights are no numbers; such rows are not asked for.
+    # A row that sees no slot would have NaN as weights; 0 takes their place, and no drafter uses the row.
     ("SELECT_V2", "none", 0.0, "weights"): "weights",
 }
-"""An operator, and of its operands the stages and numbers (None: axes) → the stage of its result."""
+"""Operator, then the stages of its operands or their numbers (None: axes) → the stage of its result, where a softmax is
+spelled out.
+"""
 
 
 # Queries.
 
 
 def read_query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
-    """Elements of a query."""
+    """Return ``operand`` as terms; an activation is taken for a query, each of its elements one term.
+
+    Raises:
+        UnreadableError: it is no query: a constant, a mask, the position, a cache or scores.
+    """
     if isinstance(operand, QueryTerms):
         return operand
     if not isinstance(operand, Term) or reading.expressions.is_constant(operand):
-        raise UnreadableError("brings a query together with something else")
+        raise UnreadableError("has a constant, a mask, the position or scores where a query is expected")
     query, element = reading.expressions.origin(operand.expr, operand.ids)
     number = np.full((*element.shape, 1), operand.factor)
     return QueryTerms.of(query, number, element[..., None], np.zeros(number.shape, np.int64))
 
 
 def move_queries(reading: ReadGraph, node: Node, operands: Iterable[Operand]) -> tuple[QueryTerms, ...]:
-    """Elements of one query, moved, split or joined."""
+    """Return the elements of one query after an operator that moves, splits or joins them."""
     queries = [read_query_terms(reading, operand) for operand in operands]
     query = queries[0].query
-    if any(part.query is not query for part in queries):
-        raise UnreadableError("joins elements of different queries")
-    terms = max(part.number.shape[-1] for part in queries)
-    records = moved(reading.graph, node, (part.pad_terms(terms).terms for part in queries))
-    return tuple(QueryTerms(query, each) for each in records)
+    if any(terms.query is not query for terms in queries):
+        raise UnreadableError("joins elements of different queries (expected one query)")
+    count = max(terms.number.shape[-1] for terms in queries)
+    records = moved(reading.graph, node, (terms.pad_terms(count).terms for terms in queries))
+    return tuple(QueryTerms(query, terms) for terms in records)
 
 
 def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> QueryTerms:
-    """Sums of elements of one query; products with numbers, and once with what the position decides."""
+    """Return a sum of elements of one query, or their product with constants or, once, with a table of the position."""
     shape = broadcast_shape(operands)
     is_constant = reading.expressions.is_constant
-    places = [i for i, each in enumerate(operands) if not isinstance(each, Value) and not is_constant(each)]
+    places = [i for i, operand in enumerate(operands) if not isinstance(operand, Value) and not is_constant(operand)]
     queries = [read_query_terms(reading, operands[place]) for place in places]
     if node.kind == "NEG" and len(queries) == 1:
         return queries[0].multiply(-1.0)
     if node.kind in ("ADD", "SUB") and len(queries) == 2:
-        first, other = queries
-        if first.query is not other.query or first.terms.shape != other.terms.shape:
-            raise UnreadableError("adds elements of different queries")
-        return first.add(other.multiply(-1.0) if node.kind == "SUB" else other)
+        first, second = queries
+        if first.query is not second.query or first.terms.shape != second.terms.shape:
+            raise UnreadableError("adds elements of different queries, or of another shape (expected one query's)")
+        return first.add(second.multiply(-1.0) if node.kind == "SUB" else second)
     is_product = node.kind == "MUL" or (node.kind == "DIV" and places == [0])
     if len(queries) != 1 or len(operands) != 2 or not is_product:
-        raise UnreadableError("computes something of a query")
+        raise UnreadableError(
+            "computes with a query (expected NEG; ADD or SUB of two parts of it; "
+            "MUL or DIV by a constant, or MUL by a table of the position)"
+        )
     repeated = QueryTerms(queries[0].query, np.broadcast_to(queries[0].terms, shape))
     factor = operands[1 - places[0]]
     if isinstance(factor, Value):
@@ -108,22 +119,26 @@ def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -
 
 
 def _scale_query(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
-    """``query`` times, or by, the numbers of a constant."""
+    """Return ``query`` multiplied by the numbers of a constant, or divided by them."""
     assert isinstance(constant, Term)
     numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, constant), query.terms.shape)[..., None]
     scaled = query.multiply(numbers if kind == "MUL" else 1 / numbers)
     if not np.isfinite(scaled.number).all():
-        raise UnreadableError("multiplies a query by what is no number")
+        raise UnreadableError("scales a query to numbers that are not finite")
     return scaled
 
 
 def _rotate_query(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
-    """``query``, each element times that of ``table`` beside it."""
+    """Return ``query``, each element multiplied by the one of ``table`` at its place: a cosine or sine of RoPE."""
     if holds_codes(table.tensor):
-        raise UnreadableError("rotates a query by codes, which cut off or round the position's cosines and sines")
+        raise UnreadableError(
+            "rotates a query by quantized cosines or sines, which are clipped and rounded (expected floats)"
+        )
     is_table = table.depends == Depends.POSITION and table.tensor.type in FLOAT_TYPES
     if kind == "DIV" or not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
-        raise UnreadableError("brings a query together with something else than one table of the position")
+        raise UnreadableError(
+            "combines a query with a mask, or twice with the position (expected MUL by one float table of the position)"
+        )
     by: Ids = np.broadcast_to(reading.positions.elements(table), query.terms.shape)[..., None]
     return QueryTerms.of(query.query, query.number, query.element, np.broadcast_to(by, query.by.shape))
 
@@ -133,17 +148,21 @@ def _rotate_query(reading: ReadGraph, kind: str, query: QueryTerms, table: Value
 
 @dataclass(frozen=True)
 class CacheMatrix:
-    """A cache as a product takes it: ``[*batch, slots, dimensions]``, or the last two the other way round."""
+    """A cache as a matrix per KV head, ``[*batch, slots, dimensions]``, or the last two the other way round."""
 
-    axes: CacheAxes  # of the input
-    heads: Ids  # ``[*batch]``, the KV head
-    slots: Ids  # which of the input they are
-    dimensions: Ids  # likewise
-    window: int | None  # the table that says, by position, at which slot they begin; None for slots that stay
+    axes: CacheAxes  # of the cache's input
+    heads: Ids  # KV head, ``[*batch]``
+    slots: Ids  # numbers of the slots in the input
+    dimensions: Ids  # numbers of the dimensions in the input
+    window: int | None  # table of the first slot by position; None if the slots are the same at all positions
 
 
 def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimension_axis: int) -> CacheMatrix:
-    """``cache`` as a matrix a KV head, whose last two axes run along slots and dimensions."""
+    """Return ``cache`` as a matrix per KV head, whose axes ``slot_axis`` and ``dimension_axis`` are the last two.
+
+    Raises:
+        UnreadableError: these axes, or those of the batch, run along anything else.
+    """
     view = cache.view
     dimensions = view.along(dimension_axis)
     slots = view.along(slot_axis)
@@ -151,15 +170,17 @@ def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimen
     head_labels = view.running(batch)
     slot, dimension = slots.label, dimensions.label
     if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
-        raise UnreadableError(f"takes {cache.name} otherwise than by slots and dimensions")
+        raise UnreadableError(f"multiplies {cache.name} along other axes (expected slots and dimensions)")
     if head_labels & {slot, dimension} or len(head_labels) > 1:
-        raise UnreadableError(f"takes {cache.name} otherwise than by KV heads, slots and dimensions")
+        raise UnreadableError(f"multiplies {cache.name} by other batches (expected KV heads)")
 
     head = next((int(label) for label in head_labels), None)
     shape = reading.graph.inputs[cache.name].tensor.shape
     others = {size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)}
     if shape[slot] != reading.positions.slots or not others <= {1} or not set(view.starts) <= {slot}:
-        raise UnreadableError(f"takes some of {cache.name} alone, or by the position")
+        raise UnreadableError(
+            f"multiplies a part of {cache.name}, or one that the position chooses (expected all, or a window of slots)"
+        )
     heads = np.zeros(view.shape[:-2], np.int64) if head is None else view.places(batch, head)
     return CacheMatrix((head, slot, dimension), heads, slots.places, dimensions.places, slots.window)
 
@@ -167,11 +188,10 @@ def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimen
 def multiply_keys(
     reading: ReadGraph, query: QueryTerms, cache: Cache, *, flips_query: bool, flips_keys: bool
 ) -> ScoreView:
-    """A query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
+    """Return the scores of a query times K, ``[…, rows, dimensions] · […, dimensions, slots]``."""
     if flips_query:
-        raise UnreadableError("multiplies a query that it transposes")
+        raise UnreadableError("transposes a query before K (expected adj_x to be false)")
     keys = view_cache_as_matrix(reading, cache, *((-2, -1) if flips_keys else (-1, -2)))
-    # A row is a query head.
     shape = (*np.broadcast_shapes(keys.heads.shape, query.terms.shape[:-2]), query.terms.shape[-2])
     width = reading.graph.inputs[cache.name].tensor.shape[keys.axes[2]]
     rotated = _repeat_query(query, keys.dimensions, shape, width).multiply(cache.factor)
@@ -185,24 +205,24 @@ def multiply_keys(
 
 
 def _repeat_query(query: QueryTerms, dimensions: Ids, shape: tuple[int, ...], width: int) -> QueryTerms:
-    """``query`` repeated to the rows ``shape``, as ``[rows, width]``: its dimensions are ``dimensions`` of K, and those
-    that it has not are 0.
+    """Return ``query`` repeated to the rows ``shape``, as ``[rows, width]``: its elements stand at ``dimensions`` of K,
+    and are 0 elsewhere.
     """
     if np.unique(dimensions).size != dimensions.size or query.terms.shape[-1] != dimensions.size:
-        raise UnreadableError("multiplies queries and K otherwise than over its dimensions")
+        raise UnreadableError("multiplies a query by other dimensions than K has (expected each once)")
     rows = math.prod(shape)
     if rows * width * query.number.shape[-1] > _MOST_NUMBERS:
-        raise UnreadableError("has more heads and dimensions than any drafter")
+        raise UnreadableError(f"computes scores of {rows} rows × {width} dimensions, more than any drafter has")
     terms = np.zeros((rows, width), query.terms.dtype)
     terms[:, dimensions] = np.broadcast_to(query.terms, (*shape, dimensions.size)).reshape(rows, -1)
     return QueryTerms(query.query, terms)
 
 
 def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> ScoreView:
-    """What operators make of scores, stage by stage."""
+    """Return the scores after an operator: a mask, a softmax, or a step of a softmax that is spelled out."""
     rows = [operand for operand in operands if isinstance(operand, ScoreView)]
     if any(isinstance(operand, QueryTerms | Cache) for operand in operands):
-        raise UnreadableError("brings a score together with a query or a cache")
+        raise UnreadableError("computes with scores and a query or a cache (expected masks and numbers)")
     if node.kind == "SOFTMAX":
         return _apply_softmax(reading, node, rows[0])
     stage = _find_next_stage(reading, node, operands)
@@ -210,30 +230,32 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
         return _apply_mask(reading, node, operands, rows)
     if stage is None:
         raise UnreadableError(
-            f"computes something of {rows[0].stage} scores, between the scores and the weights of an attention"
+            f"is no step of a softmax after scores of the stage {rows[0].stage!r} "
+            "(expected SOFTMAX, or REDUCE_MAX, SUB, EXP, SUM and DIV)"
         )
     if node.kind in REDUCTIONS:
         return _reduce_slots(reading, node, rows[0], stage)
     widest = max(rows, key=lambda row: math.prod(row.view.shape))
     if any(row is not widest and not _has_same_rows(widest, row) for row in rows):
-        raise UnreadableError("brings scores and a number of other rows together")
+        raise UnreadableError("combines scores with numbers of other rows (expected one number for each row)")
     return replace(widest, stage=stage)
 
 
 def _find_next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
-    """The stage of what a softmax that is spelled out computes; None where it is no part of one."""
+    """Return the stage of the result if ``node`` is a step of a softmax that is spelled out, else None."""
     number_of = reading.expressions.number_of
-    stages = (each.stage if isinstance(each, ScoreView) else number_of(each) for each in operands)
+    stages = (operand.stage if isinstance(operand, ScoreView) else number_of(operand) for operand in operands)
     return _STAGES.get((node.kind, *stages))
 
 
 def _has_same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
-    """Whether ``narrow``, a number a row, is of the same scores and rows as ``widest``."""
+    """Whether ``narrow`` has one number for each row of ``widest``, in the same order and of the same scores."""
     if widest.scores is not narrow.scores or len(widest.view.axes) != len(narrow.view.axes):
         return False
     slot_axis = widest.slot_axis
-    others = [axis for axis in range(len(widest.view.axes)) if axis != slot_axis]
-    rows, rows_of_narrow = (each.view.places(others, "row") for each in (widest, narrow))
+    row_axes = [axis for axis in range(len(widest.view.axes)) if axis != slot_axis]
+    rows = widest.view.places(row_axes, "row")
+    rows_of_narrow = narrow.view.places(row_axes, "row")
     return narrow.view.shape[slot_axis] == 1 and np.array_equal(rows, rows_of_narrow)
 
 
@@ -246,22 +268,29 @@ def _apply_softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreVi
     beta = float(Call(reading.graph, node).option(0, "f", 0.0))
     last = len(scored.view.axes) - 1
     if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
-        raise UnreadableError("is a softmax of something else than the scores of all slots")
+        raise UnreadableError(
+            "is a softmax of other values, of some slots alone, or with another beta "
+            "(expected the scores of all slots along the last axis, and a beta of 1)"
+        )
     result = node.outputs[0].tensor
     if result.type is TensorType.UINT8 and activation_scale(result) != (2.0**-8, 0):
-        raise UnreadableError("makes UINT8 by another scale than 1/256, which LiteRT takes whatever the file says")
+        raise UnreadableError(
+            "writes weights in UINT8 by another scale than 1/256, the only one that LiteRT uses for them"
+        )
     return replace(scored, stage="weights")
 
 
 def _reduce_slots(reading: ReadGraph, node: Node, scored: ScoreView, stage: str) -> ScoreView:
-    """The largest score, the total, or whether any slot is seen: over all slots."""
+    """Return one number a row, reduced over all slots: the largest score, the total, or whether any slot is seen."""
     view = scored.view
     slot_axis = scored.slot_axis
     stated = node.operand(1)
     axes = [] if stated.depends else ints(reading.graph.integers(stated))
     reduces_slots = {axis_of(axis, len(view.axes)) for axis in axes} == {slot_axis}
     if not reduces_slots or not _holds_all_slots(reading, view, slot_axis):
-        raise UnreadableError(f"reduces {scored.stage} scores otherwise than a softmax does")
+        raise UnreadableError(
+            f"reduces scores (stage: {scored.stage}) over other axes (expected the slots, and all of them)"
+        )
     keeps = bool(Call(reading.graph, node).option(0, "?", False))
     return ScoreView(stage, scored.scores, view.without(slot_axis, keeps=keeps))
 
@@ -270,13 +299,14 @@ def _reduce_slots(reading: ReadGraph, node: Node, scored: ScoreView, stage: str)
 
 
 def _apply_mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], rows: Sequence[ScoreView]) -> ScoreView:
-    """A score that meets masks, positions and numbers."""
+    """Return the scores after an operator that combines them with masks, positions or numbers."""
     view = _require_common_view(rows, broadcast_shape(operands))
     first = rows[0].scores
     if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
-        raise UnreadableError("brings different scores together")
+        raise UnreadableError("combines the scores of different queries or caches")
     slot_axis = view.only("slot")
-    parts = [_read_mask_part(reading, *operand, view, slot_axis) for operand in zip(operands, node.inputs, strict=True)]
+    pairs = zip(operands, node.inputs, strict=True)
+    parts = [_read_mask_part(reading, operand, value, view, slot_axis) for operand, value in pairs]
     factor = _find_factor(node.kind, parts)
     if isinstance(first.tree, Score) and factor:
         return ScoreView("score", replace(first, rotated=first.rotated.multiply(factor)), view)
@@ -284,35 +314,35 @@ def _apply_mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], row
 
 
 def _require_common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
-    """The one view that ``rows`` have, with axes of one element in front, where another operand has more."""
+    """Return the view that all of ``rows`` have; axes of one element come first where ``shape`` has more of them."""
     views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
-    if any(not each.same(views[0]) for each in views) or views[0].shape != shape:
-        raise UnreadableError("brings scores of different slots or heads together, or repeats them")
+    if any(not view.same(views[0]) for view in views) or views[0].shape != shape:
+        raise UnreadableError("combines scores of different slots or heads, or repeats them (expected the same, once)")
     return views[0]
 
 
 def _read_mask_part(reading: ReadGraph, operand: Operand, value: Value | None, view: View, slot_axis: int) -> MaskTree:
-    """What an operand, the value ``value``, is in a mask tree: a number a slot, the same for all rows."""
+    """Return ``operand``, which is ``value`` in the graph, as a mask tree: one number for each slot."""
     if isinstance(operand, ScoreView):
         return operand.scores.tree
     number = reading.expressions.number_of(operand)
     if number is not None:
         return MaskNumber(number)
     if value is None or value.depends & Depends.DATA:
-        raise UnreadableError("brings a score together with another activation")
-    # Masks are read along their last axis: so that of the slots has to be.
+        raise UnreadableError("combines scores with another activation (expected masks, the position or numbers)")
+    # The proof reads a mask along its last axis, so that has to be the axis of the slots.
     if slot_axis != len(view.axes) - 1 and value.tensor.elements > 1:
-        raise UnreadableError("meets a mask otherwise than along its last axis")
+        raise UnreadableError("masks scores whose slots are not along the last axis")
     axis = slot_axis - (len(view.axes) - len(value.tensor.shape))
     if axis < 0 or value.tensor.shape[axis] == 1:
         return MaskValue(value, None)
     if not _holds_all_slots(reading, view, slot_axis):
-        raise UnreadableError("meets scores of some slots with a mask")
+        raise UnreadableError("masks the scores of some slots alone (expected all slots of the cache)")
     return MaskValue(value, axis)
 
 
 def _find_factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
-    """What an operator multiplies a score by that no mask has met; None where it does something else."""
+    """Return the number by which an operator multiplies a score; None if it does anything else."""
     numbers = [part.number for part in parts if isinstance(part, MaskNumber)]
     if kind == "NEG":
         return -1.0
@@ -323,51 +353,57 @@ def _find_factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
 
 
 def _build_tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
-    """The mask tree of an operator on ``parts``."""
     if node.kind in SELECTIONS and isinstance(parts[0], Leaf):
         if node.kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
-            raise UnreadableError("chooses whole rows")
+            raise UnreadableError("selects whole rows by a condition of fewer axes (expected as many as the scores')")
         return Select(parts[0], *parts[1:])
     sign = {"ADD": 1.0, "SUB": -1.0}.get(node.kind)
     if sign is not None and isinstance(parts[1], Leaf):
         return Add(parts[0], parts[1], sign)
     if node.kind == "ADD" and isinstance(parts[0], Leaf):
         return Add(parts[1], parts[0], 1.0)
-    raise UnreadableError("computes something of a score")
+    raise UnreadableError(
+        "changes the numbers of a score (expected MUL or DIV by one number before all masks; "
+        "ADD, SUB or a selection by masks and numbers)"
+    )
 
 
 # Windows.
 
 
 def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
-    """DYNAMIC_UPDATE_SLICE of the scores of a window into one number, where that window lies."""
-    around = node.operand(0)
-    if not isinstance(scored, ScoreView) or scored.stage != "score" or around.depends:
-        raise UnreadableError("writes something else than the scores of a window")
-    if around.tensor.type not in FLOAT_TYPES:
-        raise UnreadableError(f"writes the scores of a window into numbers of {around.tensor.type_name}")
-    numbers = np.unique(_read_background(reading.graph, around))
+    """Return the scores of all slots after a DYNAMIC_UPDATE_SLICE of those of a window into a constant number."""
+    background = node.operand(0)
+    if not isinstance(scored, ScoreView) or scored.stage != "score" or background.depends:
+        raise UnreadableError("updates a slice with anything but scores, or of anything but a constant")
+    if background.tensor.type not in FLOAT_TYPES:
+        raise UnreadableError(f"writes the scores of a window into {background.tensor.type_name} (expected floats)")
+    numbers = np.unique(_read_background(reading.graph, background))
     slot_axis = scored.slot_axis
     label, places, start = scored.view.along(slot_axis)
-    shape = tuple(around.tensor.shape)
-    # LiteRT moves a window that would reach beyond the end.
+    shape = tuple(background.tensor.shape)
+    # As LiteRT does, move a window back that would reach beyond the end.
     begins = np.clip(reading.positions.table(node.operand(2)), 0, np.array(shape) - np.array(scored.view.shape))
     table = reading.positions.window(begins[:, slot_axis])
 
     full_shape = (*scored.view.shape[:slot_axis], reading.positions.slots, *scored.view.shape[slot_axis + 1 :])
     is_run = np.array_equal(places, np.arange(places.size))
     if numbers.size != 1 or start != table or not is_run or shape != full_shape:
-        raise UnreadableError("puts scores where they do not belong")
+        raise UnreadableError(
+            "writes the scores of a window where they do not belong (expected its own slots, and one number elsewhere)"
+        )
     tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), MaskNumber(float(numbers[0])))
-    by_slot = np.outer([each == label for each in scored.view.labels], np.arange(reading.positions.slots))
+    by_slot = np.outer([view_label == label for view_label in scored.view.labels], np.arange(reading.positions.slots))
     return scored.replace_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
 
 
-def _read_background(graph: FlatGraph, around: Value) -> Floats:
-    """The numbers of a constant that is stored, or filled with one number."""
-    if around.constant:
-        return graph.floats(around)
-    filler = around.producer
-    if filler is None or filler.kind != "FILL" or ints(graph.integers(filler.operand(0))) != [*around.tensor.shape]:
-        raise UnreadableError("writes the scores of a window into something else than constant numbers")
+def _read_background(graph: FlatGraph, background: Value) -> Floats:
+    """Return the numbers of a constant that is stored, or that FILL makes."""
+    if background.constant:
+        return graph.floats(background)
+    filler = background.producer
+    if filler is None or filler.kind != "FILL" or ints(graph.integers(filler.operand(0))) != [*background.tensor.shape]:
+        raise UnreadableError(
+            "writes the scores of a window into computed numbers (expected a constant, or a FILL of its shape)"
+        )
     return evaluate(graph, {}, [filler.operand(1)])[0].reshape(-1)

@@ -87,5 +87,5 @@ def gathered_windows(chosen: list[int]) -> Memory:
 
 def test_every_slot_of_a_window_is_weighed() -> None:
     assert prove(gathered_windows([*range(16)]))["positions"]
-    with pytest.raises(UnsupportedError, match="weighs some slots alone"):
+    with pytest.raises(UnsupportedError, match="the weights of some slots alone"):
         prove(gathered_windows([0, 0, *range(2, 16)]))

@@ -203,7 +203,7 @@ WRONG = {
     "guard's branches swapped": Wrong(swap, "replaces what heads mixed by 0"),
     "guard of half the slots": Wrong(guard_of_part, "some slots of a mask alone"),
     "guard of one head closed": Wrong(guard_of_head, "replaces what heads mixed by 0"),
-    "guard twice": Wrong(guard_twice, "chooses again"),
+    "guard twice": Wrong(guard_twice, "a second time"),
     "guard by the position too": Wrong(
         condition(lambda g, x: g.call("LOGICAL_AND", x, g.call("LESS", g.input("input_pos"), np.int32([30])))),
         "more than whether any slot is shown",
@@ -215,7 +215,7 @@ WRONG = {
         guarded(
             lambda g, x: g.call("MUL", x, g.cast(g.call("LESS", g.input("input_pos"), np.int32([30])), np.float32))
         ),
-        "not what heads mixed",
+        "an attention's output and 0",
     ),
     "scores shown where the mask hides": Wrong(
         lambda g: g.set_input(masked(g, FULL), 0, g.call("LOGICAL_NOT", int(masked(g, FULL).inputs[0]))), "position"
