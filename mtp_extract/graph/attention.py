@@ -112,18 +112,14 @@ def _convert(node: Node, operand: Operand) -> Form:
     scale = activation_scale(source)
     if isinstance(operand, Cache) and node.kind == "CAST" and target.type in FLOAT_TYPES and scale and not scale[1]:
         return replace(operand, factor=operand.factor / scale[0])
-    raise UnreadableError(
-        f"converts {source.type_name} to {target.type_name} inside an attention, which may change the numbers"
-    )
+    raise UnreadableError(f"may change numbers inside an attention: {source.type_name} to {target.type_name}")
 
 
 def _multiply_cache(reading: ReadGraph, node: Node, first: Operand, cache: Operand) -> Form:
     """Read a BATCH_MATMUL: a query times K, or weights times V."""
     flips, flips_cache = (bool(Call(reading.graph, node).option(slot, "?", False)) for slot in (0, 1))
     if not isinstance(cache, Cache):
-        raise UnreadableError(
-            "multiplies matrices of which the second is no cache (expected a query times K, or weights times V)"
-        )
+        raise UnreadableError("multiplies by a matrix that is no cache (expected query · K or weights · V)")
     tensors = [node.operand(0).tensor, node.operand(1).tensor, node.outputs[0].tensor]
     if tensors[0].type != tensors[2].type:
         raise UnreadableError(
@@ -152,9 +148,7 @@ def _move_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
         (reshaped,) = moved(reading.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
         return replace(form, view=view.reshaped(reshaped.shape))
     if kind not in ("TRANSPOSE", "BROADCAST_TO", "GATHER"):
-        raise UnreadableError(
-            "moves elements of a cache or of scores (expected RESHAPE, TRANSPOSE, BROADCAST_TO, SLICE or GATHER)"
-        )
+        raise UnreadableError("moves a cache or scores (expected RESHAPE, TRANSPOSE, BROADCAST_TO, SLICE or GATHER)")
     numbers = reading.graph.integers(node.operand(1))
     if kind == "TRANSPOSE":
         return replace(form, view=view.transposed(ints(numbers)))
@@ -181,9 +175,7 @@ def _slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
         else:
             view = view.window(axis, size, reading.positions.window(begin))
     if isinstance(form, ScoreView) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
-        raise UnreadableError(
-            f"slices scores (stage: {form.stage}) by the position (expected weights, sliced along the slots)"
-        )
+        raise UnreadableError(f"slices scores (stage: {form.stage}) by the position (expected weights, along slots)")
     return replace(form, view=view)
 
 
@@ -195,7 +187,7 @@ def _scale_cache(reading: ReadGraph, node: Node, cache: Cache, operands: Sequenc
     is_scaled = len(operands) == 2 and (node.kind == "MUL" or (node.kind == "DIV" and place == 1))
     if not (number and makes_floats and is_scaled) or operand_shape(cache) != broadcast_shape(operands):
         raise UnreadableError(
-            f"changes the numbers of a cache, {cache.name} (expected floats, MUL or DIV by one number that is not 0)"
+            f"changes the numbers of a cache, {cache.name} (expected MUL or DIV by a number, to floats)"
         )
     return replace(cache, factor=cache.factor * number if node.kind == "MUL" else cache.factor / number)
 
@@ -259,9 +251,7 @@ def _read_head_width(reading: ReadGraph, attention: Attention) -> int:
     of_keys = heads_and_width(inputs[attention.scores.key].tensor.shape, attention.scores.axes)
     of_values = heads_and_width(inputs[attention.value].tensor.shape, attention.axes)
     if of_keys != of_values:
-        raise UnreadableError(
-            f"attends to K of {of_keys} and V of {of_values} KV heads and dimensions (expected the same)"
-        )
+        raise UnreadableError(f"attends to {of_keys} heads and dimensions of K, {of_values} of V (expected the same)")
     return of_keys[1]
 
 
@@ -296,9 +286,7 @@ def _read_selection(reading: ReadGraph, node: Node, operands: Sequence[Operand])
     condition, *branches = operands
     outputs = [branch for branch in branches if isinstance(branch, Term) and branch.expr in reading.attentions]
     if not isinstance(condition, Value) or len(outputs) != 1:
-        raise UnreadableError(
-            "selects between activations (expected an attention's output and 0, by a mask or the position)"
-        )
+        raise UnreadableError("selects between activations (expected an attention's output and 0, by a mask)")
     (term,) = outputs
     keeps = branches[0] is term
     attention = reading.attentions[term.expr]
@@ -325,7 +313,7 @@ def _read_output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> 
     reductions = [(v, v.producer) for v in ancestors(condition) if v.producer and v.producer.kind in _MASK_REDUCTIONS]
     if len(reductions) != 1:
         raise UnreadableError(
-            f"selects by {len(reductions)} reductions (expected one {' or '.join(_MASK_REDUCTIONS)} over all slots)"
+            f"selects by {len(reductions)} reductions (expected one REDUCE_MAX or REDUCE_ANY of slots)"
         )
     ((reduced, node),) = reductions
     leaves = (value for value in ancestors(condition, frozenset([id(reduced)])) if value.producer is None)
@@ -349,5 +337,5 @@ def _check_reduction(reading: ReadGraph, node: Node, mask: Tensor, reduced: Tens
         raise UnreadableError(f"selects by {reduced.label}, which has not the shape of its reduction (a damaged file)")
     if mask.type != reduced.type or reduced.type not in NUMPY_TYPES or has_few_bits(mask):
         raise UnreadableError(
-            f"selects by a mask of {mask.type_name}, reduced to {reduced.type_name} (expected one type, not quantized)"
+            f"reduces a mask of {mask.type_name} to {reduced.type_name} (expected one type, no codes)"
         )

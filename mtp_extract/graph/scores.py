@@ -131,14 +131,10 @@ def _scale_query(reading: ReadGraph, kind: str, query: QueryTerms, constant: Ope
 def _rotate_query(reading: ReadGraph, kind: str, query: QueryTerms, table: Value) -> QueryTerms:
     """Return ``query``, each element multiplied by the one of ``table`` at its place: a cosine or sine of RoPE."""
     if holds_codes(table.tensor):
-        raise UnreadableError(
-            "rotates a query by quantized cosines or sines, which are clipped and rounded (expected floats)"
-        )
+        raise UnreadableError("rotates a query by quantized cosines or sines (expected floats)")
     is_table = table.depends == Depends.POSITION and table.tensor.type in FLOAT_TYPES
     if kind == "DIV" or not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
-        raise UnreadableError(
-            "combines a query with a mask, or twice with the position (expected MUL by one float table of the position)"
-        )
+        raise UnreadableError("rotates a query otherwise than by MUL with one float table of the position")
     by: Ids = np.broadcast_to(reading.positions.elements(table), query.terms.shape)[..., None]
     return QueryTerms.of(query.query, query.number, query.element, np.broadcast_to(by, query.by.shape))
 
@@ -178,9 +174,7 @@ def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimen
     shape = reading.graph.inputs[cache.name].tensor.shape
     others = {size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)}
     if shape[slot] != reading.positions.slots or not others <= {1} or not set(view.starts) <= {slot}:
-        raise UnreadableError(
-            f"multiplies a part of {cache.name}, or one that the position chooses (expected all, or a window of slots)"
-        )
+        raise UnreadableError(f"multiplies a part of {cache.name} (expected all of it, or a window of slots)")
     heads = np.zeros(view.shape[:-2], np.int64) if head is None else view.places(batch, head)
     return CacheMatrix((head, slot, dimension), heads, slots.places, dimensions.places, slots.window)
 
@@ -268,15 +262,10 @@ def _apply_softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreVi
     beta = float(Call(reading.graph, node).option(0, "f", 0.0))
     last = len(scored.view.axes) - 1
     if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
-        raise UnreadableError(
-            "is a softmax of other values, of some slots alone, or with another beta "
-            "(expected the scores of all slots along the last axis, and a beta of 1)"
-        )
+        raise UnreadableError("is no softmax of the scores of all slots, along the last axis, with a beta of 1")
     result = node.outputs[0].tensor
     if result.type is TensorType.UINT8 and activation_scale(result) != (2.0**-8, 0):
-        raise UnreadableError(
-            "writes weights in UINT8 by another scale than 1/256, the only one that LiteRT uses for them"
-        )
+        raise UnreadableError("writes weights in UINT8 with a scale that LiteRT does not use for them (expected 1/256)")
     return replace(scored, stage="weights")
 
 
@@ -288,9 +277,7 @@ def _reduce_slots(reading: ReadGraph, node: Node, scored: ScoreView, stage: str)
     axes = [] if stated.depends else ints(reading.graph.integers(stated))
     reduces_slots = {axis_of(axis, len(view.axes)) for axis in axes} == {slot_axis}
     if not reduces_slots or not _holds_all_slots(reading, view, slot_axis):
-        raise UnreadableError(
-            f"reduces scores (stage: {scored.stage}) over other axes (expected the slots, and all of them)"
-        )
+        raise UnreadableError(f"reduces scores (stage: {scored.stage}) over other axes than all slots")
     keeps = bool(Call(reading.graph, node).option(0, "?", False))
     return ScoreView(stage, scored.scores, view.without(slot_axis, keeps=keeps))
 
@@ -389,9 +376,7 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
     full_shape = (*scored.view.shape[:slot_axis], reading.positions.slots, *scored.view.shape[slot_axis + 1 :])
     is_run = np.array_equal(places, np.arange(places.size))
     if numbers.size != 1 or start != table or not is_run or shape != full_shape:
-        raise UnreadableError(
-            "writes the scores of a window where they do not belong (expected its own slots, and one number elsewhere)"
-        )
+        raise UnreadableError("writes scores where they do not belong (expected a window, and one number elsewhere)")
     tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), MaskNumber(float(numbers[0])))
     by_slot = np.outer([view_label == label for view_label in scored.view.labels], np.arange(reading.positions.slots))
     return scored.replace_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
@@ -403,7 +388,5 @@ def _read_background(graph: FlatGraph, background: Value) -> Floats:
         return graph.floats(background)
     filler = background.producer
     if filler is None or filler.kind != "FILL" or ints(graph.integers(filler.operand(0))) != [*background.tensor.shape]:
-        raise UnreadableError(
-            "writes the scores of a window into computed numbers (expected a constant, or a FILL of its shape)"
-        )
+        raise UnreadableError("writes scores of a window into computed numbers (expected a constant or a FILL)")
     return evaluate(graph, {}, [filler.operand(1)])[0].reshape(-1)

@@ -1,4 +1,4 @@
-"""A file put together from parts of others; and writing a large file: copied, written over, read back, compared."""
+"""Files assembled from parts of others; and large copies that are modified, read back and compared."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mtp_extract.io.source import LocalSource, Region, Source
 from mtp_extract.io.threads import on_all_cores
 
 Put = Callable[[int, bytes | memoryview], None]
-"""Writes bytes at a place of the file."""
+"""Writes bytes at an offset of the file."""
 
 _READ = 1 << 20
 
 
 class Assembled(Source):
-    """A file of ``size`` bytes put together from parts of other sources; it is not written anywhere.
+    """A file of ``size`` bytes that is assembled from parts of other sources, and exists nowhere.
 
-    Of each of ``pieces`` it is said where it begins; a later one covers an earlier one, and elsewhere there are zeros.
+    ``pieces`` are offsets and the regions that begin there. A later piece covers an earlier one; gaps are zeros.
     """
 
     def __init__(self, name: str, size: int, pieces: Iterable[tuple[int, Region]]) -> None:
@@ -31,7 +31,7 @@ class Assembled(Source):
         self.pieces = tuple(pieces)
 
     def _list_parts(self, offset: int, length: int) -> Iterator[tuple[int, Region]]:
-        """The parts of pieces that lie in a range, and where in the range."""
+        """Yield the parts of pieces that lie in a range, with their offsets in it."""
         for at, piece in self.pieces:
             begin, end = max(at, offset), min(at + piece.size, offset + length)
             if begin < end:
@@ -55,10 +55,10 @@ def write_copy(
     advance: Callable[[int], None] = lambda _: None,
     fill: Callable[[Put], None] = lambda _: None,
 ) -> None:
-    """Write the new file ``path``: what ``fill`` writes, from any thread, elsewhere ``source``. Read it and compare.
+    """Write a new file: the bytes that ``fill`` puts, from any thread, and elsewhere those of ``source``. Verify it.
 
     Raises:
-        OutputError: it cannot be written, or reads back differently.
+        OutputError: ``path`` cannot be written, or reads back differently.
         SourceError: ``source`` cannot be read.
     """
     written: list[tuple[int, int, str]] = []  # begin, length and digest
@@ -79,7 +79,7 @@ def write_copy(
             for at in range(end, begin, _READ):
                 put(at, source.read(at, min(_READ, begin - at)))
             end = begin + length
-    with LocalSource(path) as back:
-        same = on_all_cores(lambda span: xxh3_128_hexdigest(back.read(*span[:2])) == span[2], written)
-        if back.size != source.size or not all(same):
+    with LocalSource(path) as copy:
+        matches = on_all_cores(lambda span: xxh3_128_hexdigest(copy.read(*span[:2])) == span[2], written)
+        if copy.size != source.size or not all(matches):
             raise read_back_error(path)

@@ -1,11 +1,11 @@
-"""What files that are no LiteRT file are called, told by their first bytes."""
+"""Recognize files that are no LiteRT files by their first bytes."""
 
 from __future__ import annotations
 
 import re
 
 FIRST_BYTES_READ = 512
-"""Bytes from the beginning of a file that :func:`file_kind` wants to see."""
+"""How many first bytes of a file :func:`file_kind` looks at."""
 
 _OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."
 _PAGE = "Fetch the file itself: on the Hub its address has /resolve/ in it, and a gated model wants a login."
@@ -23,10 +23,9 @@ _KINDS = (
 
 
 def file_kind(head: bytes) -> str:
-    """What the file is that begins with ``head``, and what to do: "an archive. Unpack it, …".
+    """Describe the file whose first :data:`FIRST_BYTES_READ` bytes are ``head``, and say what to do.
 
-    Args:
-        head: its first :data:`FIRST_BYTES_READ` bytes, or all it has.
+    Example: "an archive. Unpack it, and give the .litertlm or .tflite in it."
     """
-    other = f"another kind of file (first bytes {head[:8].hex(' ')}). Check that it is the right file."
-    return next((words for pattern, words in _KINDS if re.match(pattern, head, re.DOTALL)), other)
+    unknown = f"another kind of file (first bytes {head[:8].hex(' ')}). Check that it is the right file."
+    return next((words for pattern, words in _KINDS if re.match(pattern, head, re.DOTALL)), unknown)

@@ -1,4 +1,4 @@
-"""Files here: opening one that may be anything, and writing one whose size is known before its content is."""
+"""Open regular files of this machine, and write files whose size is known before their content."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mtp_extract.io.place import format_path, make_write_error
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The regular file at ``path``, open for reading.
+    """Open the regular file at ``path`` for reading.
 
     Raises:
-        OSError: it cannot be opened, or is something else; ``strerror`` says what.
+        OSError: it cannot be opened, or is no regular file; ``strerror`` says why.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer that may never come.
@@ -33,7 +33,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, largest: int) -> bytes:
-    """The content of the regular file at ``path``; raises OSError, too, where it has more than ``largest`` bytes."""
+    """Read the regular file at ``path``. Raise OSError also if it has more than ``largest`` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
@@ -43,10 +43,10 @@ def read_regular(path: Path, largest: int) -> bytes:
 
 @contextmanager
 def new_file(path: Path, size: int) -> Iterator[int]:
-    """The descriptor of the new file ``path`` of ``size`` zeros, to write to; its folder is made if need be.
+    """Create ``path``, and its folder, with ``size`` zeros, and return a descriptor to write to.
 
     Raises:
-        OutputError: it cannot be written; whatever OSError the block ends with is one.
+        OutputError: it cannot be written; an OSError raised in the block is turned into one.
     """
     try:
         path.parent.mkdir(exist_ok=True)
@@ -58,7 +58,6 @@ def new_file(path: Path, size: int) -> Iterator[int]:
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
     rest = memoryview(data)
     while rest:
         written = os.pwrite(fd, rest, offset)
@@ -66,12 +65,11 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_back_error(path: Path) -> OutputError:
-    """What to tell the user when ``path`` does not hold what was written to it."""
     return OutputError(
         f"{format_path(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
     )
 
 
 def aligned(size: int, alignment: int) -> int:
-    """The least multiple of ``alignment`` that is no less than ``size``."""
+    """Round ``size`` up to a multiple of ``alignment``."""
     return size + -size % alignment

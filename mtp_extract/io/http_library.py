@@ -1,7 +1,7 @@
-"""The HTTP library under huggingface_hub: which it is, what its errors mean, what it may log.
+"""The HTTP library under huggingface_hub: import it, explain its errors, keep secrets out of its logs.
 
-huggingface_hub's own session does the talking, for the Hub and for plain URLs: proxies, certificates, offline mode and
-a client that an application installed apply here as they do there.
+All requests, to the Hub and to plain URLs, go through huggingface_hub's session. So proxies, certificates, offline mode
+and a client that an application installed apply to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATUSES = {
     404: "there is no such file or revision: check the address",
     416: "the file is empty, or has become shorter",
 }
-"""What a status means, of the Hub's where its answer does not say more."""
+"""HTTP status → its meaning, where the Hub's answer does not say more."""
 
 _BUSY = dict.fromkeys((408, 425, 500, 502, 503, 504), "is not available") | {429: "limits the rate of requests"}
 _URL = re.compile(r"(https?://)(?:[^\s/?@'\"]+@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
@@ -32,19 +32,19 @@ _LONGEST_WORDS = 400  # characters of what a server says
 _OFFLINE = "offline mode is on (HF_HUB_OFFLINE): name what the Hub's cache has, a bundle as ORG/NAME/FILE, or unset it"
 _GATED = f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"
 _NO_REPOSITORY = f"there is no such repository, or it is private: check the name, or {_LOGIN}"
-_NO_ADDRESS = "the address is none of http:// or https://, or the server redirects to what is none, or in circles"
-_NO_HUB = "the answer lacks what the Hub says of a file: check HF_ENDPOINT, or a proxy that drops headers"
+_NO_ADDRESS = "the address is not http:// or https://, or the server redirects to one that is not, or in circles"
+_NO_HUB = "the answer lacks the Hub's headers: check HF_ENDPOINT, or a proxy that drops headers"
 
 
 def http_library() -> ModuleType:
-    """The HTTP library that huggingface_hub is built on: httpx2, and before its version 2 httpx."""
+    """Import the HTTP library of huggingface_hub: httpx2, or httpx before its version 2."""
     import huggingface_hub
 
     return importlib.import_module("httpx" if huggingface_hub.__version__.startswith("1.") else "httpx2")
 
 
 class FaultError(SourceError):
-    """Something that may go away; ``what`` says it without the name of what was asked for."""
+    """An error that may go away when the request is repeated; ``what`` is its text without the name of the file."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: {what}. Run it again.")
@@ -53,13 +53,12 @@ class FaultError(SourceError):
 
 @contextmanager
 def translate_errors(name: str) -> Iterator[None]:
-    """Turn what the HTTP library and huggingface_hub raise inside into a FaultError or a SourceError.
+    """Turn errors of the HTTP library and of huggingface_hub into FaultError or SourceError.
 
-    Of what a server wrote, only what the Hub says in a header is repeated: a body may quote the request, and with it a
-    token.
+    A server's own words are quoted only from the Hub's header: a body may repeat the request, and with it a token.
 
     Raises:
-        FaultError: it may go away.
+        FaultError: the error may go away.
         SourceError: it will not.
     """
     hide_queries()
@@ -70,18 +69,18 @@ def translate_errors(name: str) -> Iterator[None]:
     except Exception as error:
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        # Whatever goes wrong at the Hub, its client looks into its cache then, and raises that this lacks the file.
+        # After any error of the Hub its client looks into its cache, and raises that the file is not there.
         cause: BaseException = error
         while isinstance(cause, LocalEntryNotFoundError) and cause.__cause__ is not None:
             cause = cause.__cause__
         why, is_passing = _explain_error(cause)
         if why:
             raise (FaultError(name, why) if is_passing else SourceError(f"{name}: {why}.")) from None
-        raise  # a fault of ours
+        raise  # a bug of this package
 
 
 def _explain_error(error: BaseException) -> tuple[str, bool]:
-    """What ``error`` is, in words, and whether it may go away; no words where it is none of the Hub or of HTTP."""
+    """Return the meaning of ``error``, and whether it may go away; "" if it is no error of the Hub or of HTTP."""
     from huggingface_hub import errors
 
     http, response = http_library(), response_of(error)
@@ -103,36 +102,36 @@ def _explain_error(error: BaseException) -> tuple[str, bool]:
 
 
 def _explain_status(response: Any) -> str:
-    """What the status of ``response`` means, which is no passing one; nothing without a response."""
+    """Return the meaning of a status that will not go away; "" without a response."""
     if response is None:
         return ""
     status = response.status_code
-    # What else is refused may have any reason, such as a setting of the token.
+    # Any other refusal may have many reasons, such as a setting of the token: the Hub's words say which.
     words = "" if status in (401, 404, 416) else words_of_hub(response)
     return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
 
 
 def response_of(error: BaseException) -> Any:
-    """The answer whose status ``error`` is about; None where it is about none."""
+    """Return the response that ``error`` is about; None if it is about none."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.response if isinstance(error, (HfHubHTTPError, http_library().HTTPStatusError)) else None
 
 
 def words_of_hub(response: Any) -> str:
-    """What the Hub says in the header of a refusal, without tokens and signatures; empty where it says nothing."""
+    """Return the Hub's message in the header of a refusal, without secrets; "" if there is none."""
     return without_secrets(response.headers.get("X-Error-Message", "")).rstrip(".")
 
 
 def without_secrets(text: str, token: str = "") -> str:
-    """``text`` to be shown: one line, without ``token`` or any other, and URLs without logins and queries."""
+    """Return ``text`` in one line without ``token`` or any other token, and URLs without logins and queries."""
     masked = text.replace(token, "…") if token else text
     masked = _URL.sub(r"\1\2", _SECRET.sub("…", masked))
     return escape(" ".join(masked.split()), _LONGEST_WORDS)
 
 
 def hide_queries() -> None:
-    """Keep signed URLs out of the logs of the HTTP library, whatever level the application logs at."""
+    """Keep signed URLs out of the logs of the HTTP library, at every level."""
     library = http_library().__name__
     core = library.replace("httpx", "httpcore")
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
@@ -141,6 +140,6 @@ def hide_queries() -> None:
 
 
 def _hide_secrets(record: logging.LogRecord) -> bool:
-    """Cut queries, where signatures and tokens live, logins and tokens from what an HTTP library logs."""
+    """Remove queries of URLs, where signatures stand, logins and tokens from a log record."""
     record.msg, record.args = _SECRET.sub("…", _URL.sub(r"\1\2", record.getMessage())), ()
     return True

@@ -1,4 +1,4 @@
-"""From what the user named, a path, an id of the Hub or a URL, to its bytes; or to a checkpoint's directory here."""
+"""Open the file that a user names by a path, an id of the Hub or a URL; or fetch a checkpoint from the Hub."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mtp_extract.io.source import LocalSource, Source
 from mtp_extract.progress import SILENT, Reporter
 
 _LARGEST = 4_000_000_000
-"""Bytes of a checkpoint that is fetched: a drafter has far less, and a base that is named by mistake more."""
+"""The most bytes that are fetched of a checkpoint: a drafter has far fewer, a base named by mistake has more."""
 
 ADAPTER = "adapter_config.json"
-"""What PEFT writes beside the weights of an adapter, which it calls ``adapter_model.safetensors``."""
+"""The file that PEFT writes beside the weights of an adapter, ``adapter_model.safetensors``."""
 
 MERGE_FIRST = (
     f"a LoRA adapter ({ADAPTER}); merge it into its base first (PEFT's merge_and_unload), and give the merged model."
@@ -29,21 +29,21 @@ MERGE_FIRST = (
 _WEIGHTS = re.compile(r"^(?!adapter_).*\.(safetensors|gguf)$")
 
 Named = str | os.PathLike[str] | HubAddress
-"""How a user, or an address that was read before, names a file."""
+"""A file as a user names it, or as an address that was parsed before."""
 
 
 def open_source(source: Named | Source, *, token: str | bool | None = None, reporter: Reporter = SILENT) -> Source:
-    """Open what the user named, as bytes.
+    """Open the file that a user names.
 
     Args:
-        source: a path; an id of the Hugging Face Hub, ``[hf://]org/name[@revision][/file]``, of a repository the one
-            bundle in it; a URL of the Hub's site, or any other; or an address. What is open already is returned as
+        source: a path; an id of the Hugging Face Hub, ``[hf://]org/name[@revision][/file]``, where a repository stands
+            for the one bundle in it; a URL of the Hub's site, or any other; or an address. A source is returned as
             it is.
-        token: for the Hub; None for the one that ``hf auth login`` or ``HF_TOKEN`` left, False for none.
+        token: for the Hub; None for that of ``hf auth login`` or ``HF_TOKEN``, False for none.
         reporter: told of the bytes of a remote range that is fetched ahead.
 
     Raises:
-        SourceError: it does not exist, or cannot be read or reached, or its server sends no ranges.
+        SourceError: the file does not exist, cannot be read or reached, or its server sends no ranges.
     """
     if isinstance(source, Source):
         return source
@@ -61,12 +61,10 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
 
 
 def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
-    """The addresses of the bundles in the repository or folder of the Hub that ``source`` names, by their paths.
+    """Return the addresses of the bundles in a repository or folder of the Hub, sorted by path.
 
-    Offline, of those that the Hub's cache has.
-
-    Returns:
-        An empty list where ``source`` names a file, whether on the Hub or elsewhere.
+    Offline, these are the bundles in the Hub's cache. The list is empty if ``source`` names a file, on the Hub or
+    elsewhere.
 
     Raises:
         SourceError: there is no such repository, or no bundle in it.
@@ -83,7 +81,7 @@ def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[
 
 
 def _find_address(source: Named) -> HubAddress | None:
-    """What ``source`` names on the Hub; None for a path that exists here, and for an address of another site."""
+    """Return the address on the Hub; None for a path that exists on this machine, and for a URL of another site."""
     if isinstance(source, HubAddress):
         return source
     text = os.fspath(source)
@@ -92,12 +90,12 @@ def _find_address(source: Named) -> HubAddress | None:
 
 
 def strip_url_secrets(url: str) -> str:
-    """``url`` as it may be shown and kept: without credentials, query and fragment."""
+    """Return ``url`` without credentials, query and fragment, as it may be shown and recorded."""
     return escape(re.sub(r"^(\w+://)(?:[^/?#]*@)?([^?#]*).*", r"\1\2", url, flags=re.DOTALL))
 
 
 def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
-    """A file here; of one in the Hub's cache, name and provenance are the Hub's, as ``address`` has them."""
+    """Open a file of this machine; in the Hub's cache, it has the name and provenance of ``address`` on the Hub."""
     source, cached = LocalSource(path), find_cached_address(path)
     if cached is not None:
         # A copy in the Hub's cache lies in a directory named by its commit, and links to a blob named by its ETag.
@@ -108,10 +106,10 @@ def _open_local(path: Path, address: HubAddress | None = None) -> LocalSource:
 
 
 def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter) -> Source:
-    """A whole copy in the Hub's cache where there is one: nothing is fetched then. Else ranges of the remote file.
+    """Open the copy in the Hub's cache if there is one, else the remote file.
 
-    The Hub is asked once for the file's commit, size and ETag. Ranges are requested of the file's address at that
-    commit, which the Hub redirects to its storage.
+    The Hub is asked once for the commit, size and ETag of the file. Ranges are requested from its URL at that commit,
+    which the Hub redirects to its storage.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -143,32 +141,32 @@ def _open_hub(address: HubAddress, token: str | bool | None, reporter: Reporter)
 
 
 def is_checkpoint(place: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint at ``place``, and not a bundle or model: a directory or a ``.gguf``."""
+    """Return whether ``place`` is a directory or a ``.gguf``: a checkpoint, and not a bundle or LiteRT model."""
     return os.path.isdir(place) or (os.fspath(place).endswith(".gguf") and os.path.isfile(place))
 
 
 def checkpoint_here(
     source: str | os.PathLike[str], *, or_bundle: bool = False, largest: int = _LARGEST, fetch: bool = True
 ) -> str:
-    """The path of a checkpoint: of one on the Hub that in the Hub's cache, into which it is fetched; else ``source``.
+    """Return the local path of a checkpoint: ``source`` itself, or the folder of the Hub's cache it is fetched to.
 
-    On the Hub it is a repository, or a folder of one, with a ``config.json``.
+    On the Hub a checkpoint is a repository, or a folder of one, with a ``config.json``.
 
     Args:
-        or_bundle: ``source`` may also mean a bundle, and stays as it is where it does.
-        largest: bytes to be fetched at most.
-        fetch: else nothing is fetched, and all that is done is to see that there is one, here or on the Hub.
+        or_bundle: ``source`` may also be a bundle, which is returned as it is.
+        largest: the most bytes to fetch.
+        fetch: if False, only check that there is a checkpoint, here or on the Hub, and return ``source``.
 
     Raises:
-        SourceError: the Hub has none of that name; or it is too large; or the address is of another site.
+        SourceError: the Hub has no such checkpoint, it is too large, or the address is of another site.
         CheckpointError: it is a LoRA adapter.
     """
     # An address in a Path has lost one of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
     folder = None if os.path.lexists(text) else parse_address(text)
     if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
-        what = "expected a directory or an id of the Hugging Face Hub. Download it, and give its path."
-        raise SourceError(f"{strip_url_secrets(text)}: {what}")
+        advice = "Download it, and give its path."
+        raise SourceError(f"{strip_url_secrets(text)}: expected a directory or an id of the Hugging Face Hub. {advice}")
     if folder is None or (or_bundle and folder.is_file):
         if os.path.isdir(text):
             _check_merged(escape(text), os.listdir(text))
@@ -186,21 +184,21 @@ def checkpoint_here(
 
 
 def _download(folder: HubAddress) -> str:
-    """The path in the Hub's cache of ``folder``, which is fetched into it."""
+    """Fetch ``folder`` into the Hub's cache, and return its path there."""
     from huggingface_hub import snapshot_download
 
     def download() -> str:
         pattern = f"{glob.escape(folder.path)}*"
         try:
             return snapshot_download(folder.repository, revision=folder.revision, allow_patterns=pattern)
-        except RuntimeError as error:  # so hf_xet says that the Hub's storage fails
+        except RuntimeError as error:  # raised by hf_xet if the Hub's storage fails
             raise FaultError(folder.name, f"the storage failed: {without_secrets(str(error))}") from None
 
     return os.path.join(retry_question(folder.name, download), folder.path).rstrip("/")
 
 
 def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -> None:
-    """Check that the files of ``folder`` are those of a checkpoint, and have ``largest`` bytes at most."""
+    """Raise SourceError unless ``folder`` holds a checkpoint of at most ``largest`` bytes."""
     _check_merged(folder.name, sizes)
     if f"{folder.path}config.json" not in sizes:
         excess = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
@@ -211,14 +209,14 @@ def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -
 
 
 def _check_merged(name: str, paths: Collection[str]) -> None:
-    """Raise CheckpointError where the files ``paths`` are those of a LoRA adapter alone: PEFT's, and no weights."""
+    """Raise CheckpointError if the files are those of a LoRA adapter, without the weights of a model."""
     files = {os.path.basename(path) for path in paths}
     if ADAPTER in files and not any(_WEIGHTS.search(file) for file in files):
         raise CheckpointError(f"{name}: {MERGE_FIRST}")
 
 
 def _list_sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]:
-    """Path → bytes of the files of the repository or folder; offline, of those that the Hub's cache has of it."""
+    """Return path → size of the files of a repository or folder; offline, of those in the Hub's cache."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:
@@ -229,7 +227,7 @@ def _list_sizes(address: HubAddress, token: str | bool | None) -> dict[str, int]
     else:
         api: Any = HfApi(endpoint=constants.ENDPOINT, token=token)
 
-        # A listing by pages would be asked for again and again, with a line of the Hub's client each time.
+        # A listing by pages would be repeated by the Hub's client itself, which logs a line each time.
         about = retry_question(
             address.name,
             lambda: api.repo_info(address.repository, revision=address.revision, files_metadata=True, timeout=60.0),

@@ -1,12 +1,14 @@
-"""The place of a result: whether what is there may be replaced, and how it is.
+"""Write the result of a command to its place: decide whether it may replace what is there, and replace it.
 
-Every command that writes asks here. Never replaced is what is read, what holds it and what lies in it; and a directory
-with a file that its record does not list.
+An input is never replaced, nor a directory that contains one or lies in one; nor a directory with a file that its
+record does not list.
 
-A result is made in the directory ``.NAME.partial`` beside its place, which one run at a time locks; the lock ends with
-the process, however that ends. In there are ``mtp-extract``, an empty file that says that a run may clear the
-directory; ``new``, the result, until it takes its name; and ``old``, the directory that it replaces: beside ``new`` it
-is to be put back, without ``new`` it has been replaced. So the next run in the same place knows what a killed one left.
+A result is written in the directory ``.NAME.partial`` beside its place. One run at a time locks it; the lock ends with
+the process. It contains
+
+- ``mtp-extract``, an empty file: a run may clear this directory,
+- ``new``, the result, until it is renamed to its place,
+- ``old``, the directory that is replaced. If ``new`` is there too, the next run puts ``old`` back; else it removes it.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ except ImportError as error:
 PathLike = str | os.PathLike[str]
 
 InputPaths = Iterable[PathLike | None]
-"""What a command reads, files and directories; addresses and ids among them are not looked at."""
+"""The files and directories that a command reads; addresses and ids of the Hub among them are ignored."""
 
 OwnFiles = Callable[[Path], Container[str]]
-"""A directory that is to be replaced → the files below it that are ours; raises OutputError for one that is not."""
+"""Directory to be replaced → the files in it that mtp-extract wrote; raises OutputError if it wrote none."""
 
 _MARK = "mtp-extract"
 _NEW = "new"
 _OLD = "old"
 _STAGED = re.compile(rf"/\.([^/]+)\.partial/{_NEW}(?=/|$)")
 _LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|desktop\.ini)|\.cache/huggingface/.*")
-"""What programs leave in directories, the Hub's client among them, and nobody wrote: it goes with what it lies in."""
+"""Files that programs such as the Hub's client leave in directories: they are removed with their directory."""
 _ELSEWHERE = "Move it elsewhere, or choose another place."
 
 
 def listing(record: str, files: Container[str]) -> OwnFiles:
-    """Of a directory in which the file ``record`` lies: ``files``."""
+    """Return a function that lists ``files`` as ours in a directory with the file ``record``, and refuses any other."""
 
     def listed(place: Path) -> Container[str]:
         if not (place / record).is_file():
@@ -58,18 +60,21 @@ def listing(record: str, files: Container[str]) -> OwnFiles:
 
 
 def files_of(directory: PathLike | None) -> list[Path]:
-    """The files in ``directory``, where it is one here: the inputs, if other things may be written beside them."""
+    """Return the files directly in ``directory``, none if it is not on this machine.
+
+    As inputs they are protected, while a result may still be written into the directory.
+    """
     root, _, names = next(os.walk(directory or ""), ("", (), ()))
     return [Path(root, name) for name in sorted(names)]
 
 
 def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None) -> None:
-    """Raise OutputError, before any work is done, unless :func:`staged` may put its result at ``place``.
+    """Raise OutputError, before any work is done, if :func:`staged` may not write to ``place``.
 
     Args:
         overwrite: replace what is there, if it is of the same kind.
-        inputs: what is read, and so is neither replaced nor written into.
-        listed: of a directory; None for a file.
+        inputs: files and directories that are read: they are neither replaced nor written into.
+        listed: which files of a directory may be replaced; None if the result is a file.
     """
     with _open_stage(_resolve_parent(place), overwrite, inputs, listed):
         pass
@@ -79,13 +84,13 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), li
 def staged(
     place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None
 ) -> Iterator[Path]:
-    """The path of a new directory, or of a file to be made, that takes the name ``place`` when the block ends well.
+    """Yield the path of a new directory, or of a file to create, and rename it to ``place`` when the block ends.
 
-    It is on the disk before that. When the block fails nothing is left; when the process is killed, the next run in
-    the same place finds what it left. Modes follow the umask. Arguments are those of :func:`check_place`.
+    Before that it is synced to the disk. If the block fails, nothing is left; if the process is killed, the next run in
+    the same place clears up. Modes follow the umask. Arguments are those of :func:`check_place`.
 
     Raises:
-        OutputError: ``place`` may not be replaced, or cannot be written to, or another run is writing there.
+        OutputError: ``place`` may not be replaced, cannot be written, or another run is writing there.
     """
     target = _resolve_parent(place)
     with _open_stage(target, overwrite, inputs, listed) as stage:
@@ -101,7 +106,7 @@ def staged(
         if listed is None:
             _sync(new)
         elif target.is_dir() and any(target.iterdir()):
-            # A directory with files in it cannot be replaced in one step.
+            # The system cannot replace a directory with files in one step.
             os.rename(target, stage / _OLD)
         os.rename(new, target)
         _sync(stage)
@@ -109,7 +114,7 @@ def staged(
 
 
 def format_path(path: Path) -> str:
-    """``path`` as a user knows it: where it is to be in the end, and from the current directory if it lies in there."""
+    """Return ``path`` as a user knows it: its final place, relative to the current directory if it lies there."""
     path = Path(_STAGED.sub(r"/\1", str(path)))
     with suppress(OSError, ValueError):
         path = path.relative_to(Path.cwd())
@@ -117,7 +122,6 @@ def format_path(path: Path) -> str:
 
 
 def make_write_error(path: Path, error: OSError) -> OutputError:
-    """What to tell the user when ``path`` cannot be written."""
     return _make_refusal(path, f"cannot be written: {error.strerror or escape(error)}. Nothing was kept.")
 
 
@@ -126,17 +130,17 @@ def _make_refusal(target: Path, why: str, what_to_do: str = "Choose another plac
 
 
 def _resolve_parent(place: PathLike) -> Path:
-    """``place`` with every link resolved but its last."""
+    """Return ``place`` as an absolute path in which only the last part may be a link."""
     path = Path(place)
     return Path(os.path.realpath(path.parent), path.name) if os.path.islink(path) else Path(os.path.realpath(path))
 
 
 @contextmanager
 def _open_stage(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFiles | None) -> Iterator[Path]:
-    """The directory in which the result for ``target`` is made, locked by this run, where it may be written at all.
+    """Yield the locked directory in which the result for ``target`` is written; raise OutputError if it may not be.
 
-    It is empty but for its mark: what a killed run has left there is put back or removed. Afterwards it is gone, and
-    so are the directories above it that had to be made, unless something lies there.
+    What a killed run left there is put back or removed first. At the end the directory is removed, and so are the
+    parents that had to be created, unless they contain something.
     """
     missing = [parent for parent in target.parents if not os.path.lexists(parent)]
     try:
@@ -151,7 +155,7 @@ def _open_stage(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFi
                 yield stage
             finally:
                 _clear(stage, target)
-                # What cannot be removed now, the next run removes: it knows the stage by its mark.
+                # If this fails, the next run removes the directory: its mark is there.
                 with suppress(OSError):
                     if os.listdir(stage) == [_MARK]:
                         os.unlink(stage / _MARK)
@@ -165,19 +169,21 @@ def _open_stage(target: Path, overwrite: bool, inputs: InputPaths, listed: OwnFi
 
 
 def _check_inputs(target: Path, inputs: InputPaths) -> None:
-    """Raise OutputError if the result would replace what is read, or lie in it."""
-    for read in inputs:
-        if read is None or not os.path.exists(read):
+    """Raise OutputError if the result would replace an input, or lie in one."""
+    for path in inputs:
+        if path is None or not os.path.exists(path):
             continue
-        resolved = Path(os.path.realpath(read))
-        holds, inside = target in resolved.parents, resolved in target.parents
-        if holds or inside or (target.exists() and target.samefile(resolved)):
-            where = f"{'holds' if holds else 'lies inside'} {escape(read)}, which is" if holds or inside else "is"
-            raise _make_refusal(target, f"{where} read and stays as it is.")
+        resolved = Path(os.path.realpath(path))
+        if target in resolved.parents:
+            raise _make_refusal(target, f"holds {escape(path)}, which is read and stays as it is.")
+        if resolved in target.parents:
+            raise _make_refusal(target, f"lies inside {escape(path)}, which is read and stays as it is.")
+        if target.exists() and target.samefile(resolved):
+            raise _make_refusal(target, "is read and stays as it is.")
 
 
 def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
-    """Raise OutputError unless the result may have its name now."""
+    """Raise OutputError if something is at ``target`` that may not be replaced."""
     if not os.path.lexists(target):
         return
     is_kind, kind = (target.is_file(), "file") if listed is None else (target.is_dir(), "directory")
@@ -187,7 +193,7 @@ def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
         if not any(target.iterdir()):
             return
         if foreign := sorted(_find_foreign_files(target, listed(target))):
-            why = f"holds what its record does not list, so it is not replaced: {few(foreign)}."
+            why = f"has files that its record does not list, so it is not replaced: {few(foreign)}."
             raise _make_refusal(target, why, _ELSEWHERE)
     if not overwrite:
         exists = f"{format_path(target)}: exists. Replace it, or choose another place."
@@ -195,7 +201,7 @@ def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
 
 
 def _find_foreign_files(folder: Path, ours: Container[str], below: str = "") -> Iterator[str]:
-    """Whatever lies below ``folder`` and is neither a directory nor a file of ``ours``."""
+    """Yield every path below ``folder``, relative to it, that is neither a directory nor a file of ``ours``."""
     with os.scandir(folder) as entries:
         for entry in entries:
             path = below + entry.name
@@ -207,8 +213,8 @@ def _find_foreign_files(folder: Path, ours: Container[str], below: str = "") -> 
 
 @contextmanager
 def _lock_stage(stage: Path, target: Path) -> Iterator[Path]:
-    """``stage``, marked as ours and locked by this run until the block ends."""
-    why = f"{escape(stage)} is in the way, and not what a run of mtp-extract has left."
+    """Create ``stage``, mark it as ours, and lock it until the block ends."""
+    why = f"{escape(stage)} is in the way, and no run of mtp-extract left it."
     in_the_way = _make_refusal(target, why, _ELSEWHERE)
     with ExitStack() as opened:
         while True:
@@ -221,7 +227,7 @@ def _lock_stage(stage: Path, target: Path) -> Iterator[Path]:
                 if os.path.samestat(os.fstat(lock), stage.lstat()):
                     break
             except FileNotFoundError:
-                pass  # a run that ends removes its stage: what was locked is gone, or another's has its name
+                pass  # another run ended and removed its stage between two of these steps
             except BlockingIOError as error:
                 advice = "Wait for it, or choose another place."
                 raise _make_refusal(target, "another run is writing there.", advice) from error
@@ -234,13 +240,13 @@ def _lock_stage(stage: Path, target: Path) -> Iterator[Path]:
 
 
 def _clear(stage: Path, target: Path) -> None:
-    """Put back what was on its way out, and remove what was not to stay."""
+    """Put back the directory that a killed run was replacing, and remove everything else in ``stage``."""
     new, old = stage / _NEW, stage / _OLD
     if os.path.lexists(new) and os.path.lexists(old):
         try:
             os.rename(old, target)
         except OSError as error:
-            why = f"what a killed run was to replace is in {escape(old)}, and cannot be put back: {error.strerror}."
+            why = f"what a killed run was replacing is in {escape(old)}, and cannot be put back: {error.strerror}."
             raise _make_refusal(target, why, "Move one of the two elsewhere.") from error
         _sync(target.parent)
     for leftover in (new, old):
@@ -250,12 +256,12 @@ def _clear(stage: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until ``path`` is on the disk: content of a file, names in a directory."""
+    """Wait until a file's content, or the names in a directory, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems have no such call for directories.
+        # Some file systems cannot sync directories.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
     finally:

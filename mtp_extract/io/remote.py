@@ -1,8 +1,8 @@
 """Byte ranges of one remote file.
 
-Every answer must be a 206 with the range that was asked for, and with the size, ETag and Last-Modified of the first
-answer; a file whose server gives neither a strong ETag nor a date is refused. huggingface_hub's file system is not
-used: it holds a whole range in memory and looks at neither status nor ETag.
+Every response must have the status 206, the range that was requested, and the size, ETag and Last-Modified of the first
+response. A file whose server sends neither a strong ETag nor a date is refused. huggingface_hub's file system is not
+used: it holds a whole range in memory, and checks neither status nor ETag.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ _T = TypeVar("_T")
 
 _BLOCK = 1 << 16
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further attempt
-_PAUSES_OF_QUESTIONS = _PAUSES[:4]  # nothing was fetched yet that would be lost
-_FORGIVEN = 16  # an attempt that brought so many blocks is no failure
-_WINDOW, _LEAST = 60.0, 1 << 17  # an answer that brings fewer bytes in so many seconds has failed
+_PAUSES_OF_QUESTIONS = _PAUSES[:4]  # fewer, as nothing has been fetched yet that would be lost
+_FORGIVEN = 16  # blocks: an attempt that fetched so many is no failure
+_WINDOW, _LEAST = 60.0, 1 << 17  # seconds, and the bytes that must arrive in them
 _BY_HAND = "Download the file yourself and give its path."
 _SIZE = re.compile(r"[0-9]{1,18}")
 _STRONG = re.compile(r'"[\x21\x23-\x7e]+"')
-"""An ETag that stands for the same bytes; a weak one (W/) stands for the same meaning."""
+"""A strong ETag: it changes with every byte, a weak one (W/) with the meaning alone."""
 
 
 class RemoteSource(FileSource):
     """Byte ranges of a file behind HTTP, which must stay the same file throughout.
 
-    A read fetches the blocks of 64 KiB around it, unless they are here: all that was fetched stays at its own offset of
-    a sparse, nameless temporary file, which takes no memory and vanishes with the process however that ends. Threads
-    may read at the same time; they wait while one of them fetches.
+    A read fetches the missing blocks of 64 KiB around it. They are stored, at their offsets, in a sparse temporary file
+    without a name, which takes no memory and vanishes with the process. Threads may read at the same time; they wait
+    while one of them fetches.
 
     Args:
         name: of the file, safe to print; ``url`` is not shown.
         token: for the Hub, as for :func:`~mtp_extract.io.opening.open_source`.
-        size: bytes that it has, where that is known.
-        reporter: told of the bytes of a prefetched range that arrived.
+        size: of the file in bytes, if it is known.
+        reporter: told of the bytes of a prefetched range that have arrived.
 
-    Raises SourceError: refused, gone, changed, without ranges or a validator, or not reachable.
+    Raises:
+        SourceError: the file is refused, gone, changed or not reachable, or its server sends no ranges or no validator.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class RemoteSource(FileSource):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
         self.name, self.size = name, _BLOCK
-        self._stated: dict[str, Any] = {} if size is None else {"size": size}  # by the first answer, and by all
-        # A compressed answer would have other offsets.
+        self._stated: dict[str, Any] = (
+            {} if size is None else {"size": size}
+        )  # by the first response, and the same by all others
+        # A compressed response would have other offsets.
         self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
         self._url, self._reporter = url, reporter
-        self._here: set[int] = set()  # numbers of the blocks in the file
+        self._fetched: set[int] = set()  # numbers of the blocks in the temporary file
         self._lock = threading.Lock()
         try:
             self._fetch(0, 1)
@@ -81,7 +84,7 @@ class RemoteSource(FileSource):
         return super().read(offset, length)
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Fetch what is missing of a range, in one request, so that reading it costs none."""
+        """Fetch the missing blocks of a range in one request."""
         self.check(offset, length)
 
         def show(end: int) -> None:
@@ -90,26 +93,27 @@ class RemoteSource(FileSource):
         self._fetch(offset, length, show)
 
     def _fetch(self, offset: int, length: int, show: Callable[[int], None] = lambda end: None) -> None:
-        """Fetch the blocks of a range that are not here; after a fault that may go away, what is missing then."""
-        blocks, failures = range(offset // _BLOCK, -(-(offset + length) // _BLOCK)), 0
+        """Fetch the missing blocks of a range; after a fault that may go away, try again."""
+        blocks = range(offset // _BLOCK, -(-(offset + length) // _BLOCK))
+        failures = 0
         with self._lock:
-            while missing := [block for block in blocks if block not in self._here]:
-                before = len(self._here)
+            while missing := [block for block in blocks if block not in self._fetched]:
+                before = len(self._fetched)
                 try:
                     with translate_errors(self.name):
-                        # What is here between two gaps is a few blocks, cheaper to fetch again than to ask around.
+                        # The few blocks between two gaps are cheaper to fetch again than with two requests.
                         self._request(missing[0], missing[-1] + 1, show)
                 except FaultError as fault:
-                    failures = 1 if len(self._here) - before >= _FORGIVEN else failures + 1
+                    failures = 1 if len(self._fetched) - before >= _FORGIVEN else failures + 1
                     if failures > len(_PAUSES):
                         raise _make_last_error(self.name, fault, failures) from fault
                     time.sleep(_PAUSES[failures - 1])
                 except OSError as error:
-                    why = f"the temporary file for what is fetched cannot be written: {error.strerror or error}"
+                    why = f"the temporary file for fetched blocks cannot be written: {error.strerror or error}"
                     raise SourceError(f"{self.name}: {why}. Set TMPDIR to a directory with more room.") from error
 
     def _request(self, block: int, last: int, show: Callable[[int], None]) -> None:
-        """Fetch the blocks from ``block`` up to ``last``, and keep each as soon as it is whole."""
+        """Fetch the blocks from ``block`` up to ``last``, and store each as soon as it is complete."""
         from huggingface_hub import constants, get_session
 
         begin, end = block * _BLOCK, min(last * _BLOCK, self.size)
@@ -125,16 +129,16 @@ class RemoteSource(FileSource):
             self._keep(response.iter_raw(), begin, end, show)
 
     def _keep(self, pieces: Iterable[bytes], begin: int, end: int, show: Callable[[int], None]) -> None:
-        """Write what comes of ``[begin, end)`` as it comes: larger pieces would hide a trickle, and lose more."""
+        """Write pieces of ``[begin, end)`` as they arrive: waiting for larger ones would hide a slow server."""
         at = begin
         since, arrived = time.monotonic(), 0
         for piece in pieces:
             if at + len(piece) > end:
                 raise FaultError(self.name, "the server sent more bytes than it announced")
             write_all(self.file.fileno(), piece, at)
-            whole_before = at // _BLOCK
+            first_block = at // _BLOCK
             at += len(piece)
-            self._here.update(range(whole_before, -(-at // _BLOCK) if at == end else at // _BLOCK))
+            self._fetched.update(range(first_block, -(-at // _BLOCK) if at == end else at // _BLOCK))
             show(at)
 
             arrived += len(piece)
@@ -146,61 +150,65 @@ class RemoteSource(FileSource):
             raise FaultError(self.name, f"the answer ended {end - at} bytes early")
 
     def _check_status(self, response: Any, begin: int) -> None:
-        """Check that an answer is bytes from ``begin``, as they are.
+        """Check that a response contains uncompressed bytes from ``begin``.
 
-        Raises FaultError where another attempt may do, else SourceError; OSError where the status is an error's.
+        Raises:
+            FaultError: another attempt may help.
+            SourceError: none will.
+            OSError: the status is an error that huggingface_hub knows.
         """
         from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # public, not in __all__
 
         status = int(response.status_code)
         if status in (401, 403, 410):
             refused = f"the server refuses access ({status})"
-            # What the Hub redirects to is signed for a while, and anew for each request.
+            # The Hub redirects to URLs whose signature expires; each request gets a new one.
             raise FaultError(self.name, refused) if self._stated else self._make_refusal(refused)
         if status == 416 and begin < self._stated.get("size", 0):
-            # The size was told before; a cache on the way may have lost the file, or have another one.
-            raise FaultError(self.name, f"the server denies that the file goes beyond byte {begin} (416)")
+            # The file is larger: a cache on the way may have lost it, or have another one.
+            raise FaultError(self.name, f"the server says that the file ends before byte {begin} (416)")
         hf_raise_for_status(response)
         if status != 206 or response.headers.get("content-encoding", "identity") != "identity":
-            odd = f"expected a range of bytes (206) as they are, found another answer ({status})"
-            # A server that has sent ranges, or the Hub, does so again; of another one it is the last word.
+            odd = f"expected a range of uncompressed bytes (206), found another answer ({status})"
+            # The Hub, and a server that has sent ranges before, will send them again; another server will not.
             raise FaultError(self.name, odd) if self._stated else self._make_refusal(odd)
 
     def _check_is_same(self, headers: Mapping[str, str]) -> None:
-        """Check that an answer is of the file that the first one was of, and take over its size."""
+        """Check that a response is of the same file as the first one, and set the size."""
         size = headers.get("content-range", "").rpartition("/")[2]
         if not _SIZE.fullmatch(size):
-            raise FaultError(self.name, "the server sent a range without saying of how many bytes")
+            raise FaultError(self.name, "the server sent a range without saying how many bytes the file has")
         stated = {"size": int(size), "ETag": headers.get("etag", ""), "Last-Modified": headers.get("last-modified", "")}
-        for what, value in stated.items():
-            if self._stated.setdefault(what, value) != value:
-                raise SourceError(f"{self.name}: the file changed while being read (another {what}). Start again.")
+        for header, value in stated.items():
+            if self._stated.setdefault(header, value) != value:
+                raise SourceError(f"{self.name}: the file changed while being read (another {header}). Start again.")
         if not _STRONG.fullmatch(str(stated["ETag"])) and not stated["Last-Modified"]:
-            raise self._make_refusal("the server gives neither a strong ETag nor a date, so a change would not be seen")
+            raise self._make_refusal("the server sends neither a strong ETag nor a date, so a change would not be seen")
         self.size = int(size)
 
     def _check_range(self, headers: Mapping[str, str], begin: int, end: int) -> None:
-        """Check that an answer holds ``[begin, end)``, and says how long it is."""
-        # Without a length, what follows the head may be another head as well.
+        """Check that a response contains ``[begin, end)``, and states its length."""
+        # Without a length, other headers may follow as if they were bytes of the file.
         wanted = {"Content-Range": f"bytes {begin}-{end - 1}/{self.size}", "Content-Length": str(end - begin)}
-        for what, value in wanted.items():
-            if (header := headers.get(what, "none")) != value:
-                raise FaultError(self.name, f"expected a {what} of {value}, the server sent {escape(header, 60)}")
+        for header, value in wanted.items():
+            if (sent := headers.get(header, "none")) != value:
+                raise FaultError(self.name, f"expected a {header} of {value}, the server sent {escape(sent, 60)}")
 
     def _make_refusal(self, why: str) -> SourceError:
         return SourceError(f"{self.name}: {why}. {_BY_HAND}")
 
 
 def check_redirects(name: str, *urls: str) -> None:
-    """Refuse to be led from a safe address to another kind."""
+    """Raise SourceError if a redirect leads from https:// to another scheme."""
     if urls[0].startswith("https:") and not all(url.startswith("https:") for url in urls):
         raise SourceError(f"{name}: the server redirects to an address without https://. {_BY_HAND}")
 
 
 def retry_question(name: str, question: Callable[[], _T]) -> _T:
-    """What ``question`` to the Hub returns; it is asked again after a fault that may go away.
+    """Call ``question``, which asks the Hub, and again after each fault that may go away.
 
-    Raises SourceError: it will not go away, or has not.
+    Raises:
+        SourceError: the fault will not go away, or has not.
     """
     attempt = 1
     while True:

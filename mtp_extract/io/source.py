@@ -1,7 +1,7 @@
-"""Random-access bytes: the one place where this package touches the outside of a file.
+"""Random access to the bytes of files.
 
-Local files are read with ``pread`` rather than mapped: a file that shrinks or a disk that fails while it is being
-read then ends in an exception instead of a SIGBUS, and resident memory is what was asked for and nothing else.
+Local files are read with ``pread`` rather than mapped. If a file shrinks or a disk fails, that raises an exception
+where a mapped file would end in SIGBUS; and no more memory is used than is read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Source(AbstractContextManager["Source"]):
 
     name: str  # as the user named it; safe to print
     size: int  # in bytes
-    provenance: dict[str, str]  # what identifies the bytes beyond their name (repository, commit, ETag), for the record
-    path: Path | None = None  # of the file, where it is one here
+    provenance: dict[str, str]  # repository, commit, ETag or URL, for the record
+    path: Path | None = None  # of a local file
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly ``length`` bytes from ``offset``.
+        """Read exactly ``length`` bytes from ``offset``.
 
         Raises:
-            TruncatedError: the range leaves the source.
+            TruncatedError: the range does not lie inside the source.
             SourceError: the bytes could not be read.
         """
 
     def read_small(self, offset: int, length: int) -> bytes:
-        """As :meth:`read`; up to 32 KiB come from pages that are kept, 8 MiB of them: a flatbuffer is read in words."""
+        """Read bytes, up to 32 KiB at a time through a cache of 8 MiB: a flatbuffer is read in many small pieces."""
         if length > _PAGE:
             return self.read(offset, length)
         index, start = divmod(offset, _PAGE)
@@ -54,10 +54,10 @@ class Source(AbstractContextManager["Source"]):
         return lru_cache(256)(lambda index: self.read(index * _PAGE, min(_PAGE, self.size - index * _PAGE)))
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Say that a range will be read soon, in many small pieces. Local sources ignore it."""
+        """Announce that a range will be read in small pieces. Local sources ignore it."""
 
     def sha256(self, reporter: Reporter = SILENT) -> str:
-        """SHA-256 of all bytes, which are read: about 3 seconds a GiB."""
+        """Read all bytes and return their SHA-256: about 3 seconds per GiB."""
         digest = hashlib.sha256()
         for begin in range(0, self.size, _HASHED_AT_ONCE):
             digest.update(self.read(begin, min(_HASHED_AT_ONCE, self.size - begin)))
@@ -65,7 +65,7 @@ class Source(AbstractContextManager["Source"]):
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Release what the source holds. Reading afterwards is an error."""
+        """Close the file. Reading afterwards is an error."""
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -80,7 +80,7 @@ class Source(AbstractContextManager["Source"]):
 
 
 class BytesSource(Source):
-    """A source that is ``data`` in memory."""
+    """Bytes in memory."""
 
     def __init__(self, data: bytes, name: str = "memory") -> None:
         self.data = data
@@ -100,7 +100,8 @@ class FileSource(Source):
 
     def read(self, offset: int, length: int) -> bytes:
         self.check(offset, length)
-        pieces, end = list[bytes](), offset + length
+        pieces = list[bytes]()
+        end = offset + length
         while offset < end:
             try:
                 pieces.append(os.pread(self.file.fileno(), end - offset, offset))
@@ -119,12 +120,13 @@ class LocalSource(FileSource):
     """A regular file on this machine, opened read-only."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local = Path(path)
-        self.name, self.provenance = escape(local, 1 << 12), {}
+        self.path = Path(path)
+        self.name = escape(self.path, 1 << 12)
+        self.provenance = {}
         try:
-            self.file = open_regular(local)
+            self.file = open_regular(self.path)
         except OSError as error:
-            advice = "Give a file in it" if os.path.isdir(local) else "Check the path, and whether you may read it"
+            advice = "Give a file in it" if self.path.is_dir() else "Check the path, and whether you may read it"
             why = f"cannot be opened: {error.strerror}. {advice}."
             raise SourceError(f"{self.name}: {why}") from error
         self.size = os.fstat(self.file.fileno()).st_size
@@ -132,7 +134,7 @@ class LocalSource(FileSource):
 
 @dataclass(frozen=True)
 class Region:
-    """A bounded part of a source: ``size`` bytes from ``begin``, called ``what`` in messages."""
+    """Part of a source: ``size`` bytes from ``begin``; messages call it ``what``."""
 
     source: Source
     begin: int
@@ -140,14 +142,14 @@ class Region:
     what: str
 
     def part(self, offset: int, size: int, what: str) -> Region:
-        """``size`` bytes of it from ``offset``, called ``what``; who asks has checked that they lie in it."""
+        """Return ``size`` bytes from ``offset`` as a region; the caller has checked that they lie in this one."""
         return Region(self.source, self.begin + offset, size, what)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
-        """``length`` bytes from ``offset`` within the region; to its end if None.
+        """Read ``length`` bytes from ``offset`` within the region, to its end if None.
 
         Raises:
-            TruncatedError: the range leaves the region.
+            TruncatedError: the range does not lie inside the region.
         """
         length = self.size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > self.size:

@@ -1,4 +1,4 @@
-"""Work that several threads share, and signals that stop it."""
+"""Share work among threads, and stop it by signals."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _signals: list[int] = []
 
-# Options of mallopt(3), by the numbers that glibc's malloc.h gives them.
+# Options of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to stop; its number is the argument.
+    """A signal, whose number is the argument, asked the program to stop.
 
     Not KeyboardInterrupt, which typer turns into a bare exit.
     """
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal: leave through the ``finally`` blocks that remove half-written output."""
+    """Handle a signal: raise Interrupted, so that ``finally`` blocks remove half-written output."""
     _signals.append(number)
     raise Interrupted(number)
 
 
 def forget_interruptions() -> None:
-    """Begin anew: no signal has come."""
     _signals.clear()
 
 
 def check_interrupted() -> None:
-    """Raise an Interrupted that was lost: what a signal's handler raises in a finalizer is printed and dropped."""
+    """Raise Interrupted if a signal has come: Python drops the exception of a handler that runs in a finalizer."""
     if _signals:
         raise Interrupted(_signals[0])
 
 
 @cache
 def _keep_freed_memory() -> None:
-    """Have the C library keep what threads free for what they allocate next.
+    """Have the C library keep freed memory for the next allocation.
 
-    glibc gives the arrays of a chunk of a weight back to the system as soon as they are free, and the system clears
-    every page of them again for the next chunk: up to half of the time of an insertion. Other C libraries have no such
-    options.
+    By default glibc returns the arrays of a weight's chunk to the system, which clears every page again for the next
+    chunk: that took up to half of the time of an insertion. Other C libraries have no such options.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # No array of a chunk is larger than the first, and no thread frees as much at once as the second.
+        # Arrays of a chunk are smaller than the first, and a thread frees less than the second at once.
         mallopt(_M_MMAP_THRESHOLD, 8 << 20)
         mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """What ``work`` makes of each of ``items``, in order; once one has failed, none is begun any more.
+    """Call ``work`` for each of ``items`` in threads, and return the results in order.
+
+    After an exception no further call is started.
 
     Raises:
-        Interrupted: a signal came, at any time since the program began: what was made is not to be used.
+        Interrupted: a signal has come since the program began, so the results may be incomplete.
     """
-    # It loads logging: for who has several things to do at once.
+    # Imported here as it loads logging, which takes time.
     from concurrent.futures import ThreadPoolExecutor
 
     _keep_freed_memory()

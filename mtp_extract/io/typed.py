@@ -1,7 +1,7 @@
-"""Records as types: the JSON files that are written, their schemas and their page in the docs have one definition.
+"""Types of the JSON files that are written: one definition for the files, their schemas and their page in the docs.
 
-An object of such a file is a :class:`RecordName`: its fields are the object's, in order, their types have the bounds, a
-comment ``#:`` says what a field means, and the docstring what the object is. A field that may be left out is ``UNSET``.
+An object in such a file is a :class:`Record` with the same fields in the same order. Their types state the bounds, a
+comment ``#:`` the meaning of a field, the docstring that of the object. A field that may be absent is ``UNSET``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Bounds = Annotated[list[float], Meta(min_length=2, max_length=2)]
-# A number may be NaN until it is written, as null: these bounds are the schema's alone.
+# NaN is written as null, so msgspec must not check these bounds: they appear in the schema only.
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 Share = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 
@@ -45,13 +45,13 @@ class Figure(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
 
 
 def read(value: Any, kind: type[T]) -> T:
-    """``value``, which JSON gave, as a ``kind``; what has no field is passed over.
+    """Return ``value``, parsed from JSON, as a ``kind``; keys without a field are ignored.
 
     Raises:
-        ValueError: it is none; the message names the field.
+        ValueError: ``value`` is no ``kind``; the message names the field.
     """
     try:
         return convert(value, kind)
     except ValidationError as error:
-        what, _, field = str(error).partition(" - at `$")
-        raise ValueError(f"{field.rstrip('`').lstrip('.') or 'the whole'}: {what}") from error
+        reason, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{field.rstrip('`').lstrip('.') or 'the whole'}: {reason}") from error

@@ -50,7 +50,7 @@ def test_what_is_no_address(path: str) -> None:
 
 @pytest.mark.parametrize("url", ["https://", "https://[::1/a", "ftp://example.org/a", "file:///etc/passwd"])
 def test_what_cannot_be_requested(url: str) -> None:
-    with pytest.raises(SourceError, match="none of http:// or https://"):
+    with pytest.raises(SourceError, match="the address is not http:// or https://"):
         open_source(url)
 
 

@@ -143,7 +143,7 @@ def test_a_body_that_trickles_is_ended(hub: HubServer, patience: Patient) -> Non
         refused(url + "/a.litertlm", r"too slow: \d+ bytes in 61 seconds \(attempt 7, the last")
 
 
-NO_ADDRESS = "redirects to what is none|reached|lost|is not HTTP"
+NO_ADDRESS = "redirects to one that is not|reached|lost|is not HTTP"
 LIES = {
     "a negative length": (wrong(Content_Length=-5), "is not HTTP"),
     "a length of 5000 digits": (wrong(Content_Length="9" * 5000), "is not HTTP"),
@@ -157,8 +157,8 @@ LIES = {
     "a range backwards": (wrong(Content_Range="bytes 65535-0/262144"), "the server sent bytes 65535-0"),
     "another range": (wrong(Content_Range=f"bytes 1-65536/{SIZE}"), "the server sent bytes 1-65536"),
     "a range beyond the file": (wrong(Content_Range="bytes 0-65535/10"), "the server sent bytes 0-65535"),
-    "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "without saying of how many"),
-    "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying of how many"),
+    "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "without saying how many"),
+    "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying how many"),
     "GZip, and more": (wrong(Content_Encoding=" GZip, br"), r"found another answer \(206\)"),
     "several ranges": (wrong(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
     "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", r"another answer \(200\)"),

@@ -319,7 +319,7 @@ def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
     stage = fill(place.parent / ".x.partial", {"mtp-extract": b""})
     fill(stage / "old", {"record.json": b"older"})
     fill(stage / "new", NEW)
-    with pytest.raises(OutputError, match=r"what a killed run was to replace is in .*\.x\.partial/old"):
+    with pytest.raises(OutputError, match=r"what a killed run was replacing is in .*\.x\.partial/old"):
         check_place(place, overwrite=True, listed=LISTED)
     assert held(stage / "old") == {"record.json": b"older"}
     assert held(place) == OLD

@@ -203,7 +203,7 @@ def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -
     ("where", "fault", "text", "waits"),
     [
         ("resolve", {"status": 503}, "is not available (503) (attempt 5, the last). Try again later", 4),
-        ("storage", {"status": 416, "skip": 1}, "denies that the file goes beyond byte 1048576 (416)", 6),
+        ("storage", {"status": 416, "skip": 1}, "says that the file ends before byte 1048576 (416)", 6),
         ("storage", {"status": 200}, "found another answer (200)", 6),
         ("resolve", {"status": 429, "skip": 1}, "limits the rate of requests (429)", 6),
         ("storage", {"status": 503}, "is not available (503)", 6),
