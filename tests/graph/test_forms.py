@@ -1,4 +1,4 @@
-"""Forms that look like a detour, a norm or a matrix, and are none: refused, and each for what it is."""
+"""Operators that look like a detour, a norm or a matrix, and are none: each is refused by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mean(g: Graph, norm: Any, edit: Edit) -> None:
     g.insert(int(norm.average.outputs[0]), lambda x: edit(g, x))
 
 
-def by_power(exponent: float) -> Change:
+def divide_by_power(exponent: float) -> Change:
     def build(g: Graph, norm: Any) -> int:
         average = g.reduce("MEAN", g.call("MUL", norm.x, norm.x), axis_of(g, norm))
         return g.call("MUL", norm.x, g.call("POW", g.call("ADD", average, np.float32(1e-6)), np.float32(exponent)))
@@ -32,23 +32,23 @@ def by_power(exponent: float) -> Change:
     return normed_by(NORM, rebuilt(build))
 
 
-def plus(number: float) -> Change:
+def add_to_weight(number: float) -> Change:
     def edit(g: Graph, norm: Any) -> None:
         g.insert(norm.weight, lambda w: g.call("ADD", g.constant(g.value(w)), np.float32(number)), [norm.weigh])
 
     return normed_by(NORM, edit)
 
 
-def of_mean(*edits: Edit) -> Change:
+def edit_mean(*edits: Edit) -> Change:
     return normed_by(NORM, lambda g, n: mean(g, n, chain(*edits)))
 
 
 MISSED = "layers.1.pre_ffw_norm: expected an RMSNorm"
 REFUSED: dict[str, tuple[Change, str]] = {
-    "a mean above a number": (of_mean(with_number("MAXIMUM", 1e-3)), "MAXIMUM"),
-    "a mean less a number": (of_mean(with_number("SUB", 1e-3)), "may be negative"),
-    "another root": (by_power(-0.499), MISSED),
-    "nearly 1 more": (plus(1.0000001), MISSED),
+    "a mean above a number": (edit_mean(with_number("MAXIMUM", 1e-3)), "MAXIMUM"),
+    "a mean less a number": (edit_mean(with_number("SUB", 1e-3)), "may be negative"),
+    "another root": (divide_by_power(-0.499), MISSED),
+    "nearly 1 more": (add_to_weight(1.0000001), MISSED),
     "a bound within reach": (edge("1.stream", with_number("MAXIMUM", -9e29)), "MAXIMUM"),
     "a bound from the wrong side": (edge("1.stream", with_number("MINIMUM", -1e30)), "MINIMUM"),
     "a bound that is no number": (edge("1.stream", with_number("MAXIMUM", math.nan)), "MAXIMUM"),
@@ -67,25 +67,25 @@ def test_what_looks_alike_is_refused_for_what_it_is(name: str) -> None:
     assert re.search(why, verdict.detail), verdict.detail
 
 
-def gathered_windows(chosen: list[int]) -> Memory:
-    """Of a window's weights and of its V the slots ``chosen``."""
+def gather_windows(chosen: list[int]) -> Memory:
+    """Return a drafter that picks the slots ``chosen`` of a window, in its weights and in its V."""
     g = Graph(load(variant("jax_published").read_bytes()), {})
     g.open_all()
 
-    def gathered(x: int) -> int:
-        made = g.gather(x, chosen, 3)
-        g.main.tensors[made].type = g.main.tensors[x].type
-        g.main.tensors[made].quantization = g.main.tensors[x].quantization
-        return made
+    def gather_chosen(x: int) -> int:
+        picked = g.gather(x, chosen, 3)
+        g.main.tensors[picked].type = g.main.tensors[x].type
+        g.main.tensors[picked].quantization = g.main.tensors[x].quantization
+        return picked
 
     slices = [op for op in g.ops if g.kind(op) == "SLICE" and g.shape(int(op.inputs[0]))[-1] == 256]
     for op in slices:
-        g.insert(int(op.outputs[0]), gathered)
+        g.insert(int(op.outputs[0]), gather_chosen)
     assert len(slices) == 6
     return Memory(g.data())
 
 
 def test_every_slot_of_a_window_is_weighed() -> None:
-    assert prove(gathered_windows([*range(16)]))["positions"]
+    assert prove(gather_windows([*range(16)]))["positions"]
     with pytest.raises(UnsupportedError, match="the weights of some slots alone"):
-        prove(gathered_windows([0, 0, *range(2, 16)]))
+        prove(gather_windows([0, 0, *range(2, 16)]))

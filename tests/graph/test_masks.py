@@ -1,4 +1,4 @@
-"""Masks: rows are called alike only where they are."""
+"""Rows of masks are called alike only if they are."""
 
 from __future__ import annotations
 
@@ -24,12 +24,23 @@ CONSTANTS = [ROW, ROW + 4, ROW * 2, ROW % 5, ROW[::-1].copy(), np.minimum(ROW, 9
 TABLES = [np.equal.outer(ROW, ROW), np.subtract.outer(ROW, ROW) < 4, np.eye(SLOTS, k=3), np.tile(ROW < 5, (SLOTS, 1))]
 TABLES[2][9, 4] = 1
 Step = tuple[str, int, int]
-WHOLE = ["ADD", "SUB", "MUL", "FLOOR_DIV", "MAXIMUM", "MINIMUM"]
+INTEGER_OPS = ["ADD", "SUB", "MUL", "FLOOR_DIV", "MAXIMUM", "MINIMUM"]
 COMPARED = ["LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL", "EQUAL", "NOT_EQUAL"]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            [*WHOLE, *COMPARED, *COMPARED, "ABS", "NEG", "FLOAT", "LOGICAL_AND", "LOGICAL_OR", "LOGICAL_NOT", "ROW"]
+            [
+                *INTEGER_OPS,
+                *COMPARED,
+                *COMPARED,
+                "ABS",
+                "NEG",
+                "FLOAT",
+                "LOGICAL_AND",
+                "LOGICAL_OR",
+                "LOGICAL_NOT",
+                "ROW",
+            ]
         ),
         st.integers(0, 20),
         st.integers(0, 20),
@@ -39,44 +50,44 @@ STEPS = st.lists(
 )
 
 
-def graph_of(steps: list[Step]) -> FlatGraph:
-    """A drafter's graph with more operators of the position, the mask and constants, which nothing reads."""
+def build_graph(steps: list[Step]) -> FlatGraph:
+    """Return a drafter's graph with unused operators on the position, the mask and constants."""
     g = Graph(plain_model(DrafterSpec(cache=SLOTS)), {})
-    whole = [g.input("input_pos"), *(g.constant(c.reshape(1, 1, 1, -1), np.int32) for c in CONSTANTS)]
-    floats, bools = [g.cast(whole[0], np.float32), g.cast(whole[1], np.float32)], [g.input("mask")]
+    integers = [g.input("input_pos"), *(g.constant(c.reshape(1, 1, 1, -1), np.int32) for c in CONSTANTS)]
+    floats, bools = [g.cast(integers[0], np.float32), g.cast(integers[1], np.float32)], [g.input("mask")]
     for kind, a, b in steps:
-        if kind in WHOLE:
-            whole.append(g.call(kind, whole[a % len(whole)], whole[b % len(whole)]))
+        if kind in INTEGER_OPS:
+            integers.append(g.call(kind, integers[a % len(integers)], integers[b % len(integers)]))
         elif kind in COMPARED:
-            pool = floats if a % 4 == 0 else whole
+            pool = floats if a % 4 == 0 else integers
             bools.append(g.call(kind, pool[(a + 1) % len(pool)], pool[b % len(pool)]))
         elif kind in ("ABS", "NEG"):
-            whole.append(g.call(kind, whole[a % len(whole)]))
+            integers.append(g.call(kind, integers[a % len(integers)]))
         elif kind == "FLOAT":
-            floats.append(g.call("MUL", g.cast(whole[a % len(whole)], np.float32), np.float32(1 + b % 3 / 3)))
+            floats.append(g.call("MUL", g.cast(integers[a % len(integers)], np.float32), np.float32(1 + b % 3 / 3)))
         elif kind == "LOGICAL_NOT":
             bools.append(g.call(kind, bools[a % len(bools)]))
         elif kind == "ROW":
             table = TABLES[a % len(TABLES)].astype(bool)
-            picked = g.call("GATHER", g.constant(table, np.bool_), whole[0], shape=[1, SLOTS], axis=0)
+            picked = g.call("GATHER", g.constant(table, np.bool_), integers[0], shape=[1, SLOTS], axis=0)
             bools.append(g.reshape(picked, [1, 1, 1, SLOTS]))
         else:
             bools.append(g.call(kind, bools[a % len(bools)], bools[b % len(bools)]))
     return flat(pack(g.model))
 
 
-def rows(graph: FlatGraph, value: Value) -> np.ndarray:
-    """``value`` at every position with a mask that shows all, and with one that shows nothing: ``[2, rows, slots]``."""
-    found = []
+def compute_rows(graph: FlatGraph, value: Value) -> np.ndarray:
+    """Return ``value`` at every position, with a mask that shows all and one that hides all: ``[2, rows, slots]``."""
+    tables = []
     for shown in (True, False):
-        given_ = {"input_pos": ROW[:, None], "mask": np.full((1, 1, 1, 1, SLOTS), shown)}
-        (made,) = evaluate(graph, given_, [value])
-        found.append(np.broadcast_to(made.reshape(len(made), -1), (SLOTS, SLOTS)))
-    return np.stack(found)
+        inputs = {"input_pos": ROW[:, None], "mask": np.full((1, 1, 1, 1, SLOTS), shown)}
+        (table,) = evaluate(graph, inputs, [value])
+        tables.append(np.broadcast_to(table.reshape(len(table), -1), (SLOTS, SLOTS)))
+    return np.stack(tables)
 
 
 def are_alike(tables: np.ndarray) -> bool:
-    """Whether every slot is a function of its number less that of the position."""
+    """Return whether every number is a function of slot − position."""
     return all(
         np.unique(np.diagonal(table, offset)).size == 1 for table in tables for offset in range(1 - SLOTS, SLOTS)
     )
@@ -85,16 +96,16 @@ def are_alike(tables: np.ndarray) -> bool:
 @given(STEPS)
 @settings(max_examples=250, deadline=None)
 def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
-    graph = graph_of(steps)
+    graph = build_graph(steps)
     masks = Masks(graph, Positions(graph))
     decided = [v for node in graph.nodes for v in node.outputs if not v.depends & Depends.DATA]
     for value in decided:
         try:
             alike = masks.rows_are_alike([value])
         except MtpExtractError:
-            continue  # An integer that wraps around.
+            continue  # an integer overflows
         if alike and value.tensor.elements in (1, SLOTS):
-            assert are_alike(rows(graph, value)), value.label
+            assert are_alike(compute_rows(graph, value)), value.label
 
 
 @pytest.mark.parametrize(
@@ -111,16 +122,15 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
     ],
 )
 def test_lines_are_followed(steps: list[Step], alike: bool) -> None:
-    graph = graph_of(steps)
-    found = Masks(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs)
-    assert found is alike
+    graph = build_graph(steps)
+    assert Masks(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs) is alike
 
 
 NOT_ALIKE = ["positions/window_of_all_at_37", "positions/window_late_at_37", "tables/window_table_row_37"]
 NOT_ALIKE += ["fourth: large integers/slot_100_late"]
 
 
-def alike(source: Any) -> bool:
+def has_alike_rows(source: Any) -> bool:
     drafter = read(source)
     masks = Masks(drafter.graph, drafter.walk.reading.positions)
     return all(masks.rows_are_alike(layer.attention.mask_values) for layer in drafter.walk.layers)
@@ -128,9 +138,9 @@ def alike(source: Any) -> bool:
 
 @pytest.mark.parametrize("label", NOT_ALIKE)
 def test_a_change_of_one_row_is_no_shift(label: str) -> None:
-    assert not alike(of(label))
+    assert not has_alike_rows(of(label))
 
 
 def test_sound_rows_are_alike(sample: Any) -> None:
-    assert alike(sample)
-    assert alike(Memory(pack(plain_model(DrafterSpec(windows=(5, None, 5), cache=64)))))
+    assert has_alike_rows(sample)
+    assert has_alike_rows(Memory(pack(plain_model(DrafterSpec(windows=(5, None, 5), cache=64)))))

@@ -1,4 +1,4 @@
-"""Rotations: frequencies are recovered from any table of positions, and other pairs than RoPE's are refused."""
+"""Rotations: frequencies are measured from any table of the position, and pairs that are not RoPE's are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, HEADS, SLOTS = 8, 4, 300
 
 
 class Tables:
-    """Positions whose one table is cosines, then sines, of ``angles`` ``[slots, half]``."""
+    """Positions with one table: the cosines, then the sines, of ``angles`` ``[slots, half]``."""
 
     def __init__(self, angles: np.ndarray) -> None:
         self.slots, self.count = len(angles), 1 + 2 * angles.shape[1]
@@ -38,20 +38,22 @@ class Tables:
         yield positions, [self.table[positions]]
 
 
-def scores(amplitude: float = 1.0, heads: int = HEADS) -> ScoreRows:
-    """RoPE as files spell it: per row and dimension, two terms."""
+def build_scores(amplitude: float = 1.0, heads: int = HEADS) -> ScoreRows:
+    """Return scores with RoPE as files have it: two terms for each row and dimension."""
     half = WIDTH // 2
-    own = np.arange(WIDTH)
-    element = np.stack([own, (own + half) % WIDTH], -1) + WIDTH * np.arange(heads)[:, None, None]
-    by = np.broadcast_to(np.stack([1 + own % half, 1 + half + own % half], -1), element.shape).copy()
-    number = np.broadcast_to(amplitude * np.stack([np.ones(WIDTH), np.where(own < half, -1, 1)], -1), element.shape)
+    dimension = np.arange(WIDTH)
+    element = np.stack([dimension, (dimension + half) % WIDTH], -1) + WIDTH * np.arange(heads)[:, None, None]
+    by = np.broadcast_to(np.stack([1 + dimension % half, 1 + half + dimension % half], -1), element.shape).copy()
+    number = np.broadcast_to(
+        amplitude * np.stack([np.ones(WIDTH), np.where(dimension < half, -1, 1)], -1), element.shape
+    )
     query = Expressions().expr("input", "q", size=WIDTH * heads)
     head = np.arange(heads) // 2
     return ScoreRows("k", (1, 2, 3), head, QueryTerms.of(query, number, element, by), SCORE)
 
 
-def rotation(found: ScoreRows, angles: np.ndarray) -> Rotation:
-    return rotation_of("layers.0", found, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
+def read_scores(rows: ScoreRows, angles: np.ndarray) -> Rotation:
+    return rotation_of("layers.0", rows, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
 
 
 @given(st.floats(100, 1e7), st.sampled_from([1.0, 0.5, 0.25]), st.floats(0.01, 4))
@@ -59,40 +61,40 @@ def rotation(found: ScoreRows, angles: np.ndarray) -> Rotation:
 def test_frequencies_and_amplitude_are_recovered(theta: float, share: float, amplitude: float) -> None:
     half = WIDTH // 2
     wanted = np.where(np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0)
-    found = rotation(scores(amplitude), np.arange(SLOTS)[:, None] * wanted)
-    assert found.amplitude == pytest.approx(amplitude)
-    frequencies, doubt = found.measured()
+    rotation = read_scores(build_scores(amplitude), np.arange(SLOTS)[:, None] * wanted)
+    assert rotation.amplitude == pytest.approx(amplitude)
+    frequencies, doubt = rotation.measured()
     assert (np.abs(frequencies - wanted) <= doubt + 1e-7 * wanted).all()
     assert (frequencies[wanted == 0] == 0).all()
-    for positions, (low, high, down, up) in found.at():
+    for positions, coefficients in rotation.at():
         angle = positions[:, None] * wanted
-        for one, other in ((low, np.cos(angle)), (high, np.cos(angle)), (down, np.sin(angle)), (up, np.sin(angle))):
-            np.testing.assert_allclose(one, other, atol=2e-6)
+        expected = (np.cos(angle), np.cos(angle), np.sin(angle), np.sin(angle))
+        np.testing.assert_allclose(coefficients, expected, atol=2e-6)
 
 
-def changed(part: str, place: Any, value: float) -> ScoreRows:
-    made = scores()
-    getattr(made.rotated, part)[place] = value
-    return made
+def change_scores(part: str, place: Any, value: float) -> ScoreRows:
+    rows = build_scores()
+    getattr(rows.rotated, part)[place] = value
+    return rows
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        changed("element", (0, 0, 1), 1),  # another pair
-        changed("element", (1, 2), 2),  # of another head
-        changed("by", (1, 2, 0), 1),  # one head by another table
-        changed("number", (1, 2, 1), 1),  # one head the other way round
-        changed("number", (slice(None), 3), 0),  # of nothing
-        scores(heads=3),
+        change_scores("element", (0, 0, 1), 1),  # another pair
+        change_scores("element", (1, 2), 2),  # of another head
+        change_scores("by", (1, 2, 0), 1),  # one head by another table
+        change_scores("number", (1, 2, 1), 1),  # one head the other way round
+        change_scores("number", (slice(None), 3), 0),  # of nothing
+        build_scores(heads=3),
     ],
 )
 def test_other_rotations_are_refused_or_are_no_rope(odd: ScoreRows) -> None:
     try:
-        found = rotation(odd, np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4))
+        rotation = read_scores(odd, np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4))
     except RoleError:
         return
-    (_, (low, high, *_)), *_ = found.at()
+    (_, (low, high, *_)), *_ = rotation.at()
     assert np.abs(low - high).max() > 0.1
 
 
@@ -100,7 +102,7 @@ def test_numbers_that_are_not_finite_are_an_error_of_ours() -> None:
     angles = np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4)
     angles[64] = np.nan
     with pytest.raises(MtpExtractError):
-        rotation(scores(), angles).measured()
+        read_scores(build_scores(), angles).measured()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 17])
@@ -115,8 +117,8 @@ def test_few_positions_say_what_they_can(slots: int) -> None:
 
 
 def test_rotations_of_heads_of_other_sizes_are_others() -> None:
-    """Though their numbers lie in the same bytes: what is held for one would not be held for the other."""
+    """Though their numbers have the same bytes, the check of one does not stand for the other."""
     number, by = np.ones((2, 4, 4), np.float32), np.zeros((2, 4, 4), np.int64)
     positions: Any = Tables(np.zeros((SLOTS, 2)))
-    one, other = (Rotation(1.0, number.reshape(s), by.reshape(s), positions) for s in ((2, 4, 4), (2, 8, 2)))
-    assert one.key != other.key
+    small, large = (Rotation(1.0, number.reshape(s), by.reshape(s), positions) for s in ((2, 4, 4), (2, 8, 2)))
+    assert small.key != large.key

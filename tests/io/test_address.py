@@ -26,7 +26,7 @@ HUB = "https://huggingface.co"
         ("org/repo@v1.5/a.litertlm", HubAddress("org/repo", "a.litertlm", "v1.5")),
         (f"{HUB}/org/repo/discussions/1", None),
         ("https://example.org/x/a.litertlm?k=1", None),
-        # What can only be a path.
+        # These can only be paths.
         ("models/a.litertlm", None),
         ("datasets/org/repo/a.litertlm", None),
         ("a.litertlm", None),
@@ -61,7 +61,7 @@ def test_a_name_shows_no_secret(url: str) -> None:
 
 def test_another_host_is_not_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_address("https://huggingface.co.example.org/org/repo/resolve/main/a.litertlm") is None
-    own = "http://127.0.0.1:1/org/repo/resolve/main/a.litertlm"
+    url = "http://127.0.0.1:1/org/repo/resolve/main/a.litertlm"
     for endpoint, expected in ((":1", HubAddress("org/repo", "a.litertlm", "main")), (":2", None)):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1{endpoint}")
-        assert parse_address(own) == expected
+        assert parse_address(url) == expected

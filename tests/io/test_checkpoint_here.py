@@ -1,4 +1,4 @@
-"""A drafter's checkpoint by its id: which repository is one, what is fetched of it, and what it is called then."""
+"""Checkpoints named by an id of the Hub: which repository is one, what is fetched, and its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPO = "org/gemma-mtp"
 
 @pytest.fixture
 def published(hub: HubServer, extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """The same on the Hub, and an empty folder to stand in."""
+    """The extracted drafter on the Hub, with an empty current directory."""
     for name in files_in(extracted):
         hub.add(REPO, name, (extracted / name).read_bytes(), lfs=name.endswith(".safetensors"))
     hub.add(REPO, ".gitattributes", b"*.safetensors filter=lfs\n", lfs=False)
@@ -44,27 +44,28 @@ def test_a_repository_is_a_directory(
     assert list(files_in(place)) == list(files_in(extracted))
     assert verify(place) == verify(extracted)
     assert name_of(place) == "gemma-mtp"
-    # As a Path has it, too.
+    # An address in a Path has lost a slash.
     assert checkpoint_here(Path(f"hf://{REPO}")) == str(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert checkpoint_here(REPO) == str(place)
 
 
 def test_it_is_converted_as_the_directory_is(published: HubServer, extracted: Path, tmp_path: Path) -> None:
-    made = mtp_extract.convert(REPO, format="gguf")
-    assert made.directory == Path("gemma-mtp-gguf")
+    converted = mtp_extract.convert(REPO, format="gguf")
+    assert converted.directory == Path("gemma-mtp-gguf")
     mtp_extract.convert(extracted, tmp_path / "gguf", format="gguf")
-    (ours,), (same,) = made.directory.glob("*.gguf"), (tmp_path / "gguf").glob("*.gguf")
-    assert (ours.name, ours.read_bytes()) == (same.name, same.read_bytes())
+    (from_hub,) = converted.directory.glob("*.gguf")
+    (from_directory,) = (tmp_path / "gguf").glob("*.gguf")
+    assert (from_hub.name, from_hub.read_bytes()) == (from_directory.name, from_directory.read_bytes())
 
 
 def test_inspecting_tells_a_checkpoint_from_a_bundle(published: HubServer) -> None:
-    def inspected() -> Any:
+    def inspect() -> Any:
         return json.loads(run_here("inspect", REPO, "--json").stdout)
 
-    assert inspected()["extraction"]["layout"] == "transformers"
+    assert inspect()["extraction"]["layout"] == "transformers"
     published.add(REPO, "gemma.litertlm", first_bundle().read_bytes())
-    assert inspected()["kind"] == "litertlm"
+    assert inspect()["kind"] == "litertlm"
     assert checkpoint_here(REPO, or_bundle=True) == REPO
 
 
@@ -77,10 +78,10 @@ def test_a_folder_of_a_repository(published: HubServer, extracted: Path) -> None
     assert name_of(place) == "bf16"
     assert checkpoint_here("org/several/bf16") == str(place)
     assert not [request for request in published.requests if "a.gguf" in request.path]
-    # What begins alike is another.
-    for other in ("bf", "a.gguf"):
-        with pytest.raises(SourceError, match=rf"{other}: expected a folder with a config\.json, found no files"):
-            checkpoint_here(f"org/several/{other}")
+    # A folder is not found by the beginning of its name.
+    for name in ("bf", "a.gguf"):
+        with pytest.raises(SourceError, match=rf"{name}: expected a folder with a config\.json, found no files"):
+            checkpoint_here(f"org/several/{name}")
 
 
 def test_what_is_not_fetched(published: HubServer) -> None:
@@ -101,7 +102,7 @@ ADAPTER = {
     "adapter_model.safetensors": bytes(8),
     "README.md": b"# An adapter",
 }
-"""What PEFT uploads, and trainers write."""
+"""The files that PEFT writes and uploads."""
 
 
 @pytest.mark.parametrize("on_hub", [True, False])
@@ -138,16 +139,16 @@ def test_an_adapter_is_to_be_merged_into_its_base(
 
 
 def test_another_site_has_none() -> None:
-    """What is to be secret in its address is not shown."""
+    """The message does not show the login in the address."""
     text = "https://me:secret@example.org/x"
-    for given in (text, Path(text)):
+    for source in (text, Path(text)):
         with pytest.raises(SourceError, match=r"^https://example\.org/x: expected a directory or an id"):
-            checkpoint_here(given)
+            checkpoint_here(source)
     assert checkpoint_here(text, or_bundle=True) == text
 
 
 def test_only_links_of_the_cache_are_followed(published: HubServer, extracted: Path) -> None:
-    """Whatever else is a link is not the file that the record lists, not even one to the same content elsewhere."""
+    """Any other link is refused in place of a file that the record lists, even one to the same content."""
     place = Path(checkpoint_here(REPO))
     assert verify(place)
     (place / "config.json").unlink()
@@ -156,9 +157,11 @@ def test_only_links_of_the_cache_are_followed(published: HubServer, extracted: P
         plan_upload(place)
 
 
-SAID = {"X-Error-Message": f"Enable access to gated repositories in the settings of {TOKEN} to view this one."}
-# What fetching one asks for, in this order; before version 2 huggingface_hub takes the list of files from the first.
-OF_DIRECTORY = ["info", *([] if huggingface_hub.__version__.startswith("1.") else ["tree"]), "resolve", "storage"]
+REFUSAL_HEADERS = {
+    "X-Error-Message": f"Enable access to gated repositories in the settings of {TOKEN} to view this one."
+}
+# The requests that fetch a directory, in this order; before version 2 huggingface_hub lists files by the first.
+DIRECTORY_REQUESTS = ["info", *([] if huggingface_hub.__version__.startswith("1.") else ["tree"]), "resolve", "storage"]
 
 
 @pytest.mark.parametrize(
@@ -169,12 +172,12 @@ OF_DIRECTORY = ["info", *([] if huggingface_hub.__version__.startswith("1.") els
         (503, "the server is not available (503) (attempt 5, the last). Try again later."),
     ],
 )
-@pytest.mark.parametrize("where", OF_DIRECTORY)
+@pytest.mark.parametrize("where", DIRECTORY_REQUESTS)
 def test_a_directory_that_cannot_be_fetched_says_why(
     published: HubServer, patience: Patient, where: str, status: int, message: str
 ) -> None:
-    """And not that offline mode is on."""
-    published.fault(where, status=status, headers=SAID, times=10_000)
+    """The message does not claim that offline mode is on."""
+    published.fault(where, status=status, headers=REFUSAL_HEADERS, times=10_000)
     with pytest.raises(SourceError) as caught:
         checkpoint_here(REPO)
     assert str(caught.value).startswith(f"hf://{REPO}: ")
@@ -182,7 +185,7 @@ def test_a_directory_that_cannot_be_fetched_says_why(
     assert TOKEN not in text_of(caught.value)
 
 
-@pytest.mark.parametrize("where", OF_DIRECTORY)
+@pytest.mark.parametrize("where", DIRECTORY_REQUESTS)
 def test_a_directory_is_fetched_once_the_hub_answers(
     published: HubServer, patience: Patient, extracted: Path, where: str
 ) -> None:
@@ -204,7 +207,7 @@ def test_a_directory_that_is_not_in_the_cache_is_not_had_offline(
 def test_storage_that_fails_in_its_own_library_is_told_as_such(
     published: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """hf_xet has no error of its own for it."""
+    """hf_xet raises RuntimeError for it."""
 
     def fail(*given: object, **options: object) -> None:
         raise RuntimeError(f"CAS error: 503 for https://cas.test/x?sig={TOKEN}")

@@ -1,4 +1,4 @@
-"""Servers that mean no good: whatever they send ends in one clear line, in time, or in the bytes of one file."""
+"""Hostile servers: whatever they send ends, in time, in one clear line or in the bytes of one file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Script = Callable[[str, Say], None] | bytes
 
 
 @contextmanager
-def raw_server(script: Script) -> Iterator[str]:
-    """The URL of a server that says byte for byte what ``script`` does, or is: what no HTTP library would send."""
+def serve_raw(script: Script) -> Iterator[str]:
+    """Yield the URL of a server that sends what ``script`` is or says, byte for byte."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -39,12 +39,12 @@ def raw_server(script: Script) -> Iterator[str]:
                 if not (more := self.request.recv(1 << 16)):
                     return
                 request += more
-            with suppress(OSError):  # whoever asked hung up
+            with suppress(OSError):  # the client hung up
                 if isinstance(script, bytes):
                     self.request.sendall(script)
                 else:
                     script(request.decode("latin-1"), self.request.sendall)
-                # What was sent is to arrive, though more was asked that nobody reads.
+                # Without this, unread bytes of the request would reset the connection before the answer arrives.
                 self.request.shutdown(socket.SHUT_WR)
 
     class Listener(socketserver.ThreadingTCPServer):
@@ -61,33 +61,32 @@ def raw_server(script: Script) -> Iterator[str]:
 
 @pytest.fixture
 def soon(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines of the real clock, short ones."""
+    """Short timeouts, as these are of the real clock."""
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         monkeypatch.setattr(huggingface_hub.constants, name, 2 * WINDOW)
 
 
-def head(status: str = "206 Partial Content", **headers: object) -> bytes:
+def format_head(status: str = "206 Partial Content", **headers: object) -> bytes:
     lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def part(request: str, data: bytes = DATA, **headers: object) -> bytes:
-    """The right answer to a request for a range, but for ``headers``."""
-    found = re.search(r"(?im)^range: bytes=(\d+)-(\d+)", request)
-    assert found is not None
-    begin, end = int(found[1]), min(SIZE, int(found[2]) + 1)
+def answer_range(request: str, data: bytes = DATA, **headers: object) -> bytes:
+    """Return the right answer to a request for a range, except for ``headers``."""
+    match = re.search(r"(?im)^range: bytes=(\d+)-(\d+)", request)
+    assert match is not None
+    begin, end = int(match[1]), min(SIZE, int(match[2]) + 1)
     right = {"Connection": "close", "Content_Range": f"bytes {begin}-{end - 1}/{SIZE}", "Content_Length": end - begin}
     # The length is last: a head that is cut off has none.
-    return head(**headers | right | headers) + data[begin:end]  # type: ignore[arg-type]
+    return format_head(**headers | right | headers) + data[begin:end]  # type: ignore[arg-type]
 
 
-def wrong(**headers: object) -> Callable[[str, Say], None]:
-    """Right, but for ``headers``."""
-    return lambda request, say: say(part(request, **{"ETag": '"a"'} | headers))
+def lie(**headers: object) -> Callable[[str, Say], None]:
+    return lambda request, say: say(answer_range(request, **{"ETag": '"a"'} | headers))
 
 
 def trickle(request: str, say: Say) -> None:
-    answer = part(request, ETag='"a"')
+    answer = answer_range(request, ETag='"a"')
     begin, pause = answer.index(b"\r\n\r\n") + 4, threading.Event()  # tests may have stopped `time.sleep`
     say(answer[:begin])
     for at in range(begin, len(answer)):
@@ -95,7 +94,7 @@ def trickle(request: str, say: Say) -> None:
         pause.wait(0.01)
 
 
-def silent(request: str, say: Say) -> None:
+def stay_silent(request: str, say: Say) -> None:
     threading.Event().wait(HANG)
 
 
@@ -105,16 +104,16 @@ def read_all(url: str) -> bytes:
         return source.read(0, source.size)
 
 
-def refused(url: str, match: str, read: Callable[[str], object] = read_all) -> str:
-    """The message of the error: one line that a terminal can show, and that tells no secret."""
+def check_refused(url: str, match: str, read: Callable[[str], object] = read_all) -> str:
+    """Return the message of the error, after checking that it is one printable line without secrets."""
     with pytest.raises(SourceError, match=match) as caught:
         read(url)
-    fits(str(caught.value))
+    check_message(str(caught.value))
     assert SIGNATURE not in text_of(caught.value)
     return str(caught.value)
 
 
-def fits(message: str) -> None:
+def check_message(message: str) -> None:
     assert message.isprintable()
     assert len(message) < 700
     assert message.endswith(".")
@@ -123,54 +122,57 @@ def fits(message: str) -> None:
 
 
 def redirect(to: str) -> bytes:
-    return head("302 Found", Location=to, Content_Length=0, Connection="close")
+    return format_head("302 Found", Location=to, Content_Length=0, Connection="close")
 
 
 def test_silence_is_ended(soon: None, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a Hub, the head that names commit and place is asked for by huggingface_hub itself."""
-    with raw_server(silent) as url:
-        refused(url + "/a.litertlm", "does not answer in time")
+    """On the Hub, huggingface_hub itself sends the HEAD request for commit and URL."""
+    with serve_raw(stay_silent) as url:
+        check_refused(url + "/a.litertlm", "does not answer in time")
         assert patience.waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
         template = url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        refused("hf://org/repo/a.litertlm", "does not answer in time")
+        check_refused("hf://org/repo/a.litertlm", "does not answer in time")
 
 
 def test_a_body_that_trickles_is_ended(hub: HubServer, patience: Patient) -> None:
     patience.per_look = 61.0
-    with raw_server(trickle) as url:
-        refused(url + "/a.litertlm", r"too slow: \d+ bytes in 61 seconds \(attempt 7, the last")
+    with serve_raw(trickle) as url:
+        check_refused(url + "/a.litertlm", r"too slow: \d+ bytes in 61 seconds \(attempt 7, the last")
 
 
 NO_ADDRESS = "redirects to one that is not|reached|lost|is not HTTP"
 LIES = {
-    "a negative length": (wrong(Content_Length=-5), "is not HTTP"),
-    "a length of 5000 digits": (wrong(Content_Length="9" * 5000), "is not HTTP"),
-    "a short length": (wrong(Content_Length=5), "Content-Length of 65536, the server sent 5"),
-    "a long length": (wrong(Content_Length=1 << 40), "the server sent 1099511627776"),
-    "an early end": (lambda request, say: say(part(request, ETag='"a"')[:-9]), "connection was lost"),
+    "a negative length": (lie(Content_Length=-5), "is not HTTP"),
+    "a length of 5000 digits": (lie(Content_Length="9" * 5000), "is not HTTP"),
+    "a short length": (lie(Content_Length=5), "Content-Length of 65536, the server sent 5"),
+    "a long length": (lie(Content_Length=1 << 40), "the server sent 1099511627776"),
+    "an early end": (lambda request, say: say(answer_range(request, ETag='"a"')[:-9]), "connection was lost"),
     "no length": (
-        lambda request, say: say(part(request, ETag='"a"').replace(b"Content-Length", b"X-Length")),
+        lambda request, say: say(answer_range(request, ETag='"a"').replace(b"Content-Length", b"X-Length")),
         "the server sent none",
     ),
-    "a range backwards": (wrong(Content_Range="bytes 65535-0/262144"), "the server sent bytes 65535-0"),
-    "another range": (wrong(Content_Range=f"bytes 1-65536/{SIZE}"), "the server sent bytes 1-65536"),
-    "a range beyond the file": (wrong(Content_Range="bytes 0-65535/10"), "the server sent bytes 0-65535"),
-    "a file of no size": (wrong(Content_Range="bytes 0-65535/*"), "without saying how many"),
-    "a size of 5000 digits": (wrong(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying how many"),
-    "GZip, and more": (wrong(Content_Encoding=" GZip, br"), r"found another answer \(206\)"),
-    "several ranges": (wrong(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
-    "a page": (head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", r"another answer \(200\)"),
+    "a range backwards": (lie(Content_Range="bytes 65535-0/262144"), "the server sent bytes 65535-0"),
+    "another range": (lie(Content_Range=f"bytes 1-65536/{SIZE}"), "the server sent bytes 1-65536"),
+    "a range beyond the file": (lie(Content_Range="bytes 0-65535/10"), "the server sent bytes 0-65535"),
+    "a file of no size": (lie(Content_Range="bytes 0-65535/*"), "without saying how many"),
+    "a size of 5000 digits": (lie(Content_Range=f"bytes 0-65535/{'9' * 5000}"), "without saying how many"),
+    "GZip, and more": (lie(Content_Encoding=" GZip, br"), r"found another answer \(206\)"),
+    "several ranges": (lie(Content_Type="multipart/byteranges; boundary=a", Content_Range=""), "without saying"),
+    "a page": (format_head("200 OK", Content_Type="text/html", Content_Length=3) + b"<p>", r"another answer \(200\)"),
     "nothing": (b"", "connection was lost"),
     "noise": (random.Random(3).randbytes(5000) + b"\r\n\r\n", "is not HTTP"),
-    "a head of a megabyte": (head(X="y" * (1 << 20)), "is not HTTP"),
-    "nothing modified": (head("304 Not Modified"), r"another answer \(304\)"),
-    "other protocols": (head("101 Switching Protocols", Upgrade="x", Connection="upgrade"), r"\(101\)|is not HTTP"),
+    "a head of a megabyte": (format_head(X="y" * (1 << 20)), "is not HTTP"),
+    "nothing modified": (format_head("304 Not Modified"), r"another answer \(304\)"),
+    "other protocols": (
+        format_head("101 Switching Protocols", Upgrade="x", Connection="upgrade"),
+        r"\(101\)|is not HTTP",
+    ),
     "redirects to itself": (redirect("/a.litertlm"), "or in circles"),
-    "a redirect to nowhere": (head("302 Found", Content_Length=0), r"another answer \(302\)"),
+    "a redirect to nowhere": (format_head("302 Found", Content_Length=0), r"another answer \(302\)"),
     **{
-        f"no validator but {told}": (wrong(ETag=told), r"neither a strong ETag nor a date.* Download the file yourself")
+        f"no validator but {told}": (lie(ETag=told), r"neither a strong ETag nor a date.* Download the file yourself")
         for told in ("", 'W/"a"', '""', "unquoted")
     },
     **{
@@ -182,8 +184,8 @@ LIES = {
 
 @pytest.mark.parametrize(("script", "message"), LIES.values(), ids=LIES)
 def test_what_makes_no_sense_is_one_line(hub: HubServer, patience: Patient, script: Script, message: str) -> None:
-    with raw_server(script) as url:
-        refused(url + "/a.litertlm?sig=" + SIGNATURE, message, open_source)
+    with serve_raw(script) as url:
+        check_refused(url + "/a.litertlm?sig=" + SIGNATURE, message, open_source)
     assert len(patience.waits) <= 6
 
 
@@ -209,15 +211,15 @@ def test_a_file_that_changes_between_ranges(
     hub: HubServer, before: dict[str, object], after: dict[str, object] | None, message: str
 ) -> None:
     count = iter(range(99))
-    whole = head("200 OK", Content_Length=SIZE, ETag='"a"') + OTHER
+    complete = format_head("200 OK", Content_Length=SIZE, ETag='"a"') + OTHER
 
     def script(request: str, say: Say) -> None:
-        later = whole if after is None else part(request, OTHER, **after)
-        say(later if next(count) else part(request, **before))
+        later = complete if after is None else answer_range(request, OTHER, **after)
+        say(later if next(count) else answer_range(request, **before))
 
-    with raw_server(script) as url:
-        said = refused(url + "/a.litertlm", message)
-    assert after is None or "the file changed while being read" in said
+    with serve_raw(script) as url:
+        text = check_refused(url + "/a.litertlm", message)
+    assert after is None or "the file changed while being read" in text
 
 
 def test_a_redirect_to_less_safety() -> None:
@@ -248,37 +250,36 @@ def test_a_hub_that_lies(hub: HubServer, patience: Patient, headers: dict[str, s
     if message is None:
         assert read_all("hf://org/repo/a.litertlm") == DATA
     else:
-        refused("hf://org/repo/a.litertlm", message)
+        check_refused("hf://org/repo/a.litertlm", message)
 
 
-def mutated(random_: random.Random, answer: bytes) -> bytes:
-    """``answer`` with a few bytes of its head lost, doubled or made up."""
-    found, _, body = answer.partition(b"\r\n\r\n")
-    head_ = bytearray(found)
+def mutate_head(random_: random.Random, answer: bytes) -> bytes:
+    """Return ``answer`` with a few bytes of its head lost, doubled or invented."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    damaged = bytearray(head)
     for _ in range(random_.randint(1, 4)):
-        at, size = random_.randrange(len(head_)), random_.randint(1, 12)
+        at, size = random_.randrange(len(damaged)), random_.randint(1, 12)
         made_up = [b"\r\n", b"\0", b"-", b"9" * 30, b"\xff", b": ", b"W/", bytes([random_.randrange(256)])]
-        doubled = head_[at : at + size] * random_.randint(1, 50)
-        head_[at : at + random_.choice([0, 1, size])] = random_.choice([b"", doubled, *made_up])
-        head_ = head_ or bytearray(b"x")
-    return bytes(head_) + b"\r\n\r\n" + body
+        doubled = damaged[at : at + size] * random_.randint(1, 50)
+        damaged[at : at + random_.choice([0, 1, size])] = random_.choice([b"", doubled, *made_up])
+        damaged = damaged or bytearray(b"x")
+    return bytes(damaged) + b"\r\n\r\n" + body
 
 
 def test_heads_at_random(hub: HubServer, patience: Patient) -> None:
-    """The right bytes, or one line."""
     random_, sent, right = random.Random(19), list[bytes](), 0
 
     def script(request: str, say: Say) -> None:
-        whole = part(request, ETag='"a"', Last_Modified=TIME, Content_Type="application/octet-stream")
-        sent.append(mutated(random_, whole) if random_.random() < 0.7 else whole)
+        answer = answer_range(request, ETag='"a"', Last_Modified=TIME, Content_Type="application/octet-stream")
+        sent.append(mutate_head(random_, answer) if random_.random() < 0.7 else answer)
         say(sent[-1])
 
-    with raw_server(script) as url:
+    with serve_raw(script) as url:
         for _ in range(120):
             sent.clear()
             try:
                 assert read_all(url + "/a.litertlm") == DATA, sent
                 right += 1
             except SourceError as error:
-                fits(str(error))
+                check_message(str(error))
     assert 10 < right < 110

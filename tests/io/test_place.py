@@ -1,4 +1,4 @@
-"""What may be replaced, how it is replaced, and what is left when that is cut off."""
+"""What a result may replace, how it is replaced, and what a killed run leaves."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def fill(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -43,15 +43,15 @@ def place(tmp_path: Path) -> Path:
     return fill(tmp_path / "here" / "x", OLD)
 
 
-def refused(place: Path, match: str, *inputs: object, listed: OwnFiles | None = LISTED) -> None:
-    """Refused before any work and when written, with nothing changed."""
-    before = held(place) if place.is_dir() else place.exists() and place.read_bytes()
+def check_refused(place: Path, match: str, *inputs: object, listed: OwnFiles | None = LISTED) -> None:
+    """Check that ``place`` is refused before any work and when it is written, and that nothing changes."""
+    before = read_files(place) if place.is_dir() else place.exists() and place.read_bytes()
     with pytest.raises(OutputError, match=match):
         check_place(place, overwrite=True, inputs=inputs, listed=listed)  # type: ignore[arg-type]
     with pytest.raises(OutputError, match=match), staged(place, overwrite=True, inputs=inputs, listed=listed):  # type: ignore[arg-type]
         raise AssertionError
-    assert before == (held(place) if place.is_dir() else place.exists() and place.read_bytes())
-    assert not [name for name in names(place.parent) if name.endswith(".partial")]
+    assert before == (read_files(place) if place.is_dir() else place.exists() and place.read_bytes())
+    assert not [name for name in list_names(place.parent) if name.endswith(".partial")]
 
 
 def write_new(place: Path) -> None:
@@ -77,7 +77,7 @@ SPELLINGS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize(("make", "match"), SPELLINGS.values(), ids=SPELLINGS)
 def test_what_is_read_stays(place: Path, make: Callable[[Path], Path], match: str) -> None:
-    refused(place, match, None, "hf://org/name/file", make(place))
+    check_refused(place, match, None, "hf://org/name/file", make(place))
 
 
 def test_a_file_that_is_read_stays(tmp_path: Path) -> None:
@@ -85,14 +85,14 @@ def test_a_file_that_is_read_stays(tmp_path: Path) -> None:
     os.link(target, tmp_path / "hard")
     link(tmp_path / "soft", target)
     for spelled in ("file", "folder/../file", "hard", "soft"):
-        refused(target, "is read", tmp_path / spelled, listed=None)
+        check_refused(target, "is read", tmp_path / spelled, listed=None)
 
 
 def test_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
-    """Inside what is read it would be taken for a part of it; beside, it is nobody's business."""
+    """A result inside an input would be taken for a part of it; beside an input it is allowed."""
     fill(tmp_path, {"read/weights": b"", "base/weights": b""})
-    refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read")
-    refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read", listed=None)
+    check_refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read")
+    check_refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read", listed=None)
     check_place(tmp_path / "base" / "new", overwrite=False, inputs=files_of(tmp_path / "base"), listed=LISTED)
     check_place(tmp_path / "new", overwrite=False, inputs=[tmp_path / "read", "new"], listed=LISTED)
     assert files_of("org/name") == files_of(None) == []
@@ -108,46 +108,46 @@ FOREIGN: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize(("files", "match"), FOREIGN.values(), ids=FOREIGN)
 def test_what_the_record_does_not_list_stays(place: Path, files: dict[str, bytes], match: str) -> None:
-    refused(fill(place, files), match)
+    check_refused(fill(place, files), match)
 
 
 def test_what_is_no_file_stays(place: Path) -> None:
     os.mkfifo(place / "pipe")
-    refused(place, ": pipe")
+    check_refused(place, ": pipe")
     (place / "pipe").unlink()
     (place / "weights").unlink()
-    refused(link(place / "weights", Path("/etc/passwd")).parent, ": weights")
+    check_refused(link(place / "weights", Path("/etc/passwd")).parent, ": weights")
 
 
 def test_a_directory_of_another_kind_stays(place: Path, tmp_path: Path) -> None:
     (place / "record.json").unlink()
-    refused(place, r"as mtp-extract did not write it \(it has no record\.json\)")
-    refused(place / "weights", "not a directory")
-    refused(place, "not a file", listed=None)
-    refused(link(tmp_path / "link", place), "not a directory")
-    refused(link(tmp_path / "to a file", place / "weights"), "not a file", listed=None)
+    check_refused(place, r"as mtp-extract did not write it \(it has no record\.json\)")
+    check_refused(place / "weights", "not a directory")
+    check_refused(place, "not a file", listed=None)
+    check_refused(link(tmp_path / "link", place), "not a directory")
+    check_refused(link(tmp_path / "to a file", place / "weights"), "not a file", listed=None)
 
 
 def test_what_is_listed_is_replaced_when_asked(place: Path) -> None:
-    """With what programs leave in directories; an edited file keeps its name, and goes with the rest."""
+    """So are files that programs leave in directories, and a listed file that was edited."""
     fill(place, {".DS_Store": b"", ".gitattributes": b"", "codes/Thumbs.db": b"", ".cache/huggingface/x.lock": b""})
     (place / "weights").write_bytes(b"edited")
     with pytest.raises(OutputError, match="exists") as caught:
         check_place(place, overwrite=False, listed=LISTED)
     assert caught.value.remedies == ("overwrite", "out")
     write_new(place)
-    assert (held(place), names(place.parent)) == (NEW, ["x"])
+    assert (read_files(place), list_names(place.parent)) == (NEW, ["x"])
 
 
 def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
-    """And so is an empty stage, whose run was killed between two steps."""
+    """So is an empty stage, whose run was killed between two steps."""
     for empty in ("x", "y", ".y.partial"):
         (tmp_path / empty).mkdir()
     for place in (tmp_path / "x", tmp_path / "y", tmp_path / "new" / "parents" / "x"):
         with staged(place, overwrite=False, listed=LISTED) as stage:
             fill(stage, NEW)
-        assert held(place) == NEW
-    assert names(tmp_path) == ["new", "x", "y"]
+        assert read_files(place) == NEW
+    assert list_names(tmp_path) == ["new", "x", "y"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Interrupted])
@@ -155,28 +155,27 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_and_nothing_else(
     place: Path, error: type[BaseException], name: str, listed: OwnFiles | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so does a signal that came and was lost."""
+    """So does a signal whose exception was lost."""
     with pytest.raises(error), staged(place.parent / name, overwrite=True, listed=listed) as stage:
         fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
         if error is not Interrupted:
             raise error
         monkeypatch.setattr(threads, "_signals", [2])
-    assert (held(place), names(place.parent)) == (OLD, ["x"])
+    assert (read_files(place), list_names(place.parent)) == (OLD, ["x"])
 
 
 def test_a_signal_between_two_steps_puts_the_old_one_back(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ctrl-C may come at any time."""
     real = os.rename
 
-    def interrupted(old: Path, new: Path) -> None:
+    def rename_and_interrupt(old: Path, new: Path) -> None:
         real(old, new)
         monkeypatch.setattr(os, "rename", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "rename", interrupted)
+    monkeypatch.setattr(os, "rename", rename_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_new(place)
-    assert (held(place), names(place.parent)) == (OLD, ["x"])
+    assert (read_files(place), list_names(place.parent)) == (OLD, ["x"])
 
 
 @pytest.mark.parametrize("listed", [LISTED, None])
@@ -185,30 +184,30 @@ def test_a_place_that_is_taken_meanwhile(tmp_path: Path, listed: OwnFiles | None
     with pytest.raises(OutputError, match="exists"), staged(target, overwrite=False, listed=listed) as stage:
         fill(stage, NEW) if listed else stage.write_bytes(b"new")
         fill(target, OLD) if listed else target.write_bytes(b"theirs")
-    assert names(tmp_path) == ["x"]
-    assert held(target) == OLD if listed else target.read_bytes() == b"theirs"
+    assert list_names(tmp_path) == ["x"]
+    assert read_files(target) == OLD if listed else target.read_bytes() == b"theirs"
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the system calls: content, then the directories that name it, then the name, then its directory."""
+    """System calls sync content, then the directories that contain it; then they rename, and sync the parent."""
     calls: list[str] = []
     here = place.parent
 
-    def said(path: object) -> str:
+    def format_path(path: object) -> str:
         return Path(os.fspath(path)).relative_to(here).as_posix()  # type: ignore[call-overload, no-any-return]
 
-    def recording(name: str) -> None:
+    def record_calls(name: str) -> None:
         real = getattr(os, name)
 
         def call(*arguments: object) -> object:
             paths = [Path(f"/proc/self/fd/{arguments[0]}").readlink()] if name == "fsync" else arguments
-            calls.append(" ".join((name, *map(said, paths))))
+            calls.append(" ".join((name, *map(format_path, paths))))
             return real(*arguments)
 
         monkeypatch.setattr(os, name, call)
 
     for name in ("fsync", "rename", "replace"):
-        recording(name)
+        record_calls(name)
     with staged(place, overwrite=True, listed=LISTED) as stage:
         fill(stage, {"weights": b"new", "codes/codes": b"new"})
     assert set(calls[:4]) == {f"fsync .x.partial/new{part}" for part in ("/codes/codes", "/codes", "/weights", "")}
@@ -223,44 +222,43 @@ def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypat
 
 
 def test_a_disk_that_cannot_keep_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems cannot sync directories, and say so by another error."""
+    """EIO is an error; EINVAL for a directory is not, as some file systems cannot sync directories."""
 
-    def failing(fd: int) -> None:
+    def fail_to_sync(fd: int) -> None:
         if number == errno.EIO or stat.S_ISDIR(os.fstat(fd).st_mode):
             raise OSError(number, os.strerror(number))
 
     number = errno.EIO
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", fail_to_sync)
     with pytest.raises(OutputError, match=r"x: cannot be written: Input/output error\. Nothing was kept"):
         write_new(place)
-    assert (held(place), names(place.parent)) == (OLD, ["x"])
+    assert (read_files(place), list_names(place.parent)) == (OLD, ["x"])
     number = errno.EINVAL
     write_new(place)
-    assert held(place) == NEW
+    assert read_files(place) == NEW
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Found before any work, and named for what it is: cleaning up afterwards does not hide it."""
+    """The error is raised before any work, and cleaning up afterwards does not hide it."""
 
-    def refusing(*arguments: object, **named: object) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
         raise OSError(number, os.strerror(number))
 
     for call in ("mkdir", "unlink", "rmdir"):
-        monkeypatch.setattr(os, call, refusing)
+        monkeypatch.setattr(os, call, refuse)
     for listed in (LISTED, None):
         with pytest.raises(OutputError, match=f"x: cannot be written: {os.strerror(number)}"):
             check_place(tmp_path / "x", overwrite=False, listed=listed)
 
 
 def test_a_place_that_cannot_be_is_found_before_any_work(tmp_path: Path) -> None:
-    """A run of hours ends there."""
     (tmp_path / "file").touch()
     for listed in (LISTED, None):
         with pytest.raises(OutputError, match="file is not a directory"):
             check_place(tmp_path / "file" / "x", overwrite=False, listed=listed)
         check_place(tmp_path / "new" / "folder" / "x", overwrite=False, listed=listed)
-    assert names(tmp_path) == ["file"]
+    assert list_names(tmp_path) == ["file"]
     for length in (247, 300):  # of the result, or of what it is made in
         with pytest.raises(OutputError, match="cannot be written: File name too long"):
             check_place(tmp_path / ("a" * length), overwrite=True, listed=LISTED)
@@ -273,12 +271,12 @@ def write_file(place: Path) -> None:
 
 @pytest.mark.parametrize(("write", "new"), [(write_new, NEW), (write_file, {"file": b"new"})])
 def test_it_is_killed_at_every_step(place: Path, write: Callable[[Path], None], new: dict[str, bytes]) -> None:
-    """Old or new stand under the name, or the next run puts the old one back; and it leaves nothing."""
+    """The place has the old or the new, or the next run puts the old one back; and no other file is left."""
     seen, target = set(), place if new is NEW else place.parent / "file"
     old, listed = (OLD, LISTED) if new is NEW else ({"file": b"old"}, None)
 
     def state() -> dict[str, bytes]:
-        return held(target) if new is NEW else {"file": target.read_bytes()}
+        return read_files(target) if new is NEW else {"file": target.read_bytes()}
 
     def prepare() -> None:
         shutil.rmtree(place.parent)
@@ -289,11 +287,11 @@ def test_it_is_killed_at_every_step(place: Path, write: Callable[[Path], None], 
         assert missing or state() in (old, new), number
         with pytest.raises(OutputError, match="exists"):
             check_place(target, overwrite=False, listed=listed)
-        assert names(place.parent) == [target.name], number
+        assert list_names(place.parent) == [target.name], number
         assert state() in ([old] if missing else [old, new]), number
         seen.add("missing" if missing else "new" if state() == new else "old")
         write(place)
-        assert (state(), names(place.parent)) == (new, [target.name]), number
+        assert (state(), list_names(place.parent)) == (new, [target.name]), number
     assert seen == {"old", "new"} | ({"missing"} if new is NEW else set())
 
 
@@ -311,58 +309,58 @@ def test_putting_back_is_killed_at_every_step(place: Path) -> None:
 
     for number in killed_everywhere(prepare, put_back):
         put_back()
-        assert (held(place), names(place.parent)) == (OLD, ["x"]), number
+        assert (read_files(place), list_names(place.parent)) == (OLD, ["x"]), number
 
 
 def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
-    """Something else stands there by now: neither is lost."""
+    """If something else has taken the place, neither is lost."""
     stage = fill(place.parent / ".x.partial", {"mtp-extract": b""})
     fill(stage / "old", {"record.json": b"older"})
     fill(stage / "new", NEW)
     with pytest.raises(OutputError, match=r"what a killed run was replacing is in .*\.x\.partial/old"):
         check_place(place, overwrite=True, listed=LISTED)
-    assert held(stage / "old") == {"record.json": b"older"}
-    assert held(place) == OLD
+    assert read_files(stage / "old") == {"record.json": b"older"}
+    assert read_files(place) == OLD
 
 
 def test_two_runs_in_one_place(place: Path) -> None:
-    """The second is told so, and the first's work is untouched."""
+    """The second is refused, and the work of the first is untouched."""
     with staged(place, overwrite=True, listed=LISTED) as stage:
         fill(stage, NEW)
         with pytest.raises(OutputError, match="another run is writing there"):
             write_new(place)
-        assert held(stage) == NEW
-    assert (held(place), names(place.parent)) == (NEW, ["x"])
+        assert read_files(stage) == NEW
+    assert (read_files(place), list_names(place.parent)) == (NEW, ["x"])
 
 
 def test_a_run_that_ends_while_another_takes_its_lock(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was locked is gone by then, or is another's: it is tried again."""
+    """The second tries again if the directory that it locked is gone."""
     real, stage = fcntl.flock, place.parent / ".x.partial"
     gone = []
 
-    def ended(fd: int, how: int) -> None:
+    def lock_and_remove(fd: int, how: int) -> None:
         real(fd, how)
         if not gone:
             gone.append(True)
             shutil.rmtree(stage)
 
-    monkeypatch.setattr(fcntl, "flock", ended)
+    monkeypatch.setattr(fcntl, "flock", lock_and_remove)
     write_new(place)
-    assert (held(place), names(place.parent)) == (NEW, ["x"])
+    assert (read_files(place), list_names(place.parent)) == (NEW, ["x"])
 
 
 def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing tells there whether another run is at work: none writes, and what one has left is not touched."""
+    """Without locks nothing tells whether another run is at work: nothing is written or removed."""
 
-    def refusing(fd: int, how: int) -> None:
+    def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     fill(place.parent / ".x.partial", {"mtp-extract": b"", "new/weights": b"half"})
-    monkeypatch.setattr(fcntl, "flock", refusing)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(OutputError, match="No locks available"):
         write_new(place)
-    assert held(place.parent / ".x.partial") == {"mtp-extract": b"", "new/weights": b"half"}
-    assert held(place) == OLD
+    assert read_files(place.parent / ".x.partial") == {"mtp-extract": b"", "new/weights": b"half"}
+    assert read_files(place) == OLD
 
 
 @pytest.mark.parametrize(
@@ -375,32 +373,32 @@ def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_stage_that_no_run_has_left(place: Path, make: Callable[[Path], object]) -> None:
-    """It has the name and no mark: somebody else's, and stays."""
+    """A directory with that name but no mark is somebody else's, and stays."""
     stage = place.parent / ".x.partial"
     make(stage)
-    before = (held(place.parent), stage.is_symlink())
+    before = (read_files(place.parent), stage.is_symlink())
     for attempt in (write_new, lambda place: check_place(place, overwrite=True, listed=LISTED)):
         with pytest.raises(OutputError, match=r"\.x\.partial is in the way"):
             attempt(place)
-        assert (held(place.parent), stage.is_symlink()) == before
+        assert (read_files(place.parent), stage.is_symlink()) == before
 
 
 def test_the_parent_of_a_link(tmp_path: Path) -> None:
-    """``link/..`` is where the link leads to, in every step alike."""
+    """Every step takes ``link/..`` for the parent of the directory that the link leads to."""
     (tmp_path / "far" / "away").mkdir(parents=True)
     link(tmp_path / "link", tmp_path / "far" / "away")
     with staged(tmp_path / "link" / ".." / "x", overwrite=False) as stage:
         stage.write_bytes(b"")
-    assert names(tmp_path / "far") == ["away", "x"]
+    assert list_names(tmp_path / "far") == ["away", "x"]
 
 
 def test_a_folder_that_cannot_be_read_may_hold_anything(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.scandir
 
-    def refusing(path: object) -> object:
+    def refuse(path: object) -> object:
         if str(path).endswith("codes"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return real(path)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(os, "scandir", refusing)
-    refused(place, "cannot be written: Permission denied")
+    monkeypatch.setattr(os, "scandir", refuse)
+    check_refused(place, "cannot be written: Permission denied")

@@ -1,4 +1,4 @@
-"""Byte ranges from a loopback Hub: what is fetched, who gets the token, and every way it can go wrong."""
+"""Byte ranges from a Hub on this machine: what is fetched, who gets the token, and how errors end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ KIB = 1 << 10
 
 @pytest.fixture
 def bundle(hub: HubServer) -> HubServer:
-    """A Hub with the file in a repository, and beside all repositories, as of a plain server."""
+    """A Hub with the file in a repository, and at a URL outside all repositories, as a plain server has it."""
     hub.plain[PLAIN] = hub.add(REPO, FILE, DATA)
     return hub
 
 
-def fails(url: str) -> str:
-    """The message of the error that opening ``url`` and reading from it ends in."""
+def read_error(url: str) -> str:
+    """Return the message of the error that opening ``url`` or reading from it raises."""
     with pytest.raises(SourceError) as caught, open_source(url) as source:
         source.prefetch(1 << 20, 1 << 20)
         source.read(0, 2 << 20)
@@ -45,7 +45,7 @@ def fails(url: str) -> str:
     return str(caught.value)
 
 
-def whole(url: str) -> bytes:
+def read_all(url: str) -> bytes:
     with open_source(url) as source:
         source.prefetch(0, source.size)
         return source.read(0, source.size)
@@ -55,7 +55,7 @@ def whole(url: str) -> bytes:
 
 
 def test_reads_what_is_there(bundle: HubServer, patience: Patient) -> None:
-    """And each block of it once."""
+    """Each block is fetched once."""
     with open_source(URL) as source:
         assert isinstance(source, RemoteSource)
         for offset in range(0, 300 * KIB, 1000):
@@ -95,31 +95,31 @@ def test_every_way_to_name_it(bundle: HubServer, patience: Patient, text: str) -
         assert source.name in (URL, f"hf://{REPO}@main/{FILE}")
         assert source.read(1000, 20) == DATA[1000:1020]
         digest = hashlib.sha256(DATA).hexdigest()
-        asked = {"repository": REPO, "path": FILE, "revision": "main"}
-        assert source.provenance == asked | {"commit": "c" * 40, "etag": digest}
+        address = {"repository": REPO, "path": FILE, "revision": "main"}
+        assert source.provenance == address | {"commit": "c" * 40, "etag": digest}
 
 
 def test_several_are_listed(bundle: HubServer) -> None:
     bundle.add(REPO, "sub/other.litertlm", DATA)
-    assert f"expected one .litertlm, found {URL}, hf://{REPO}/sub/other.litertlm. Name a" in fails(REPO)
+    assert f"expected one .litertlm, found {URL}, hf://{REPO}/sub/other.litertlm. Name a" in read_error(REPO)
     with open_source(f"{bundle.url()}/{REPO}/tree/main/sub") as source:
         assert source.name == f"hf://{REPO}@main/sub/other.litertlm"
 
 
 def test_what_is_here_and_what_is_not(bundle: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "models/a.litertlm: cannot be opened: No such file" in fails("models/a.litertlm")
+    assert "models/a.litertlm: cannot be opened: No such file" in read_error("models/a.litertlm")
     Path(REPO).parent.mkdir()
     Path(REPO).write_bytes(b"here")
     with open_source(REPO) as source:
         assert source.read(0, 4) == b"here"
     assert bundle.requests == []
-    assert fails("org/gone").startswith("hf://org/gone: there is no such repository")
+    assert read_error("org/gone").startswith("hf://org/gone: there is no such repository")
 
 
 def test_a_file_outside_lfs(hub: HubServer, patience: Patient) -> None:
     hub.add("org/small", "empty.tflite", b"")
-    assert "the file is empty" in fails("hf://org/small/empty.tflite")
+    assert "the file is empty" in read_error("hf://org/small/empty.tflite")
     content = hub.add("org/small", "a.tflite", DATA[:100_000], lfs=False)
     with open_source("hf://org/small/a.tflite") as source:
         assert source.read(0, source.size) == DATA[:100_000]
@@ -133,11 +133,11 @@ def test_a_plain_url(bundle: HubServer, patience: Patient) -> None:
         assert source.provenance == {"url": source.name, "etag": f'"{bundle.plain[PLAIN].sha256}"'}
         assert source.read(1 << 20, 999) == DATA[1 << 20 : (1 << 20) + 999]
     assert TOKEN not in str([request.authorization for request in bundle.requests])
-    assert whole(bundle.url() + PLAIN) == DATA
+    assert read_all(bundle.url() + PLAIN) == DATA
 
 
 def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> None:
-    assert whole(URL) == DATA
+    assert read_all(URL) == DATA
     assert {request.authorization for request in bundle.requests if request.server == "hub"} == {f"Bearer {TOKEN}"}
     assert {request.authorization for request in bundle.requests if request.server == "storage"} == {None}
     bundle.requests.clear()
@@ -148,14 +148,14 @@ def test_the_token_stays_with_the_hub(bundle: HubServer, patience: Patient) -> N
 # --- faults that go away
 
 
-# Of "resolve" the first request asks for the file's commit; ranges are asked for after that.
+# The first request to "resolve" asks for the file's commit, the next ones for ranges.
 @pytest.mark.parametrize(("where", "skip"), [("resolve", 0), ("resolve", 1), ("storage", 0)])
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
 def test_what_goes_away_is_asked_again(
     bundle: HubServer, patience: Patient, where: str, skip: int, status: int
 ) -> None:
     bundle.fault(where, status=status, times=3, skip=skip, headers={"Retry-After": "3600"})
-    assert whole(URL) == DATA
+    assert read_all(URL) == DATA
     assert patience.waits == [0.5, 1.0, 2.0]
 
 
@@ -164,9 +164,9 @@ def test_what_goes_away_is_asked_again(
 def test_a_range_that_is_denied_for_a_while_is_asked_for_again(
     bundle: HubServer, patience: Patient, where: str, status: int, skip: int
 ) -> None:
-    """As by one of several caches, which lost the file, or sends all of it; a plain server has sent ranges before."""
+    """A cache may have lost the file, or send all of it; a plain server has sent ranges before."""
     bundle.fault(where, status=status, headers={"Content-Range": "bytes */0"}, skip=skip)
-    assert whole(bundle.url() + PLAIN if where == "plain" else URL) == DATA
+    assert read_all(bundle.url() + PLAIN if where == "plain" else URL) == DATA
     assert patience.waits == [0.5]
 
 
@@ -174,10 +174,10 @@ def test_a_lost_connection_is_resumed_where_it_broke(bundle: HubServer, patience
     bundle.fault("storage", cut=1_000_000, skip=1)
     bundle.fault("storage", cut=0, skip=1)
     bundle.fault("storage", drop=True, skip=1)
-    assert whole(URL) == DATA
+    assert read_all(URL) == DATA
     ranges = [request.range for request in bundle.requests if request.server == "storage"]
     begins = [int(text.removeprefix("bytes=").partition("-")[0]) for text in ranges if text]
-    # What had come of a block is fetched again.
+    # An incomplete block is fetched again.
     assert begins == [0, 65_536, *[16 * 65_536] * 3]
     assert bundle.sent["storage"] == len(DATA) + 1_065_536 - 16 * 65_536
 
@@ -188,12 +188,12 @@ def test_a_connection_that_breaks_again_and_again_gets_there_if_it_brings_enough
     data = random.Random(5).randbytes(16 << 20)
     bundle.add(REPO, "large.litertlm", data)
     bundle.fault("storage", cut=(1 << 20) + 9, skip=1, times=14)
-    assert whole(f"hf://{REPO}/large.litertlm") == data
+    assert read_all(f"hf://{REPO}/large.litertlm") == data
 
 
 def test_an_expired_signature_is_renewed(bundle: HubServer, patience: Patient) -> None:
     bundle.fault("storage", status=403, skip=1)
-    assert whole(URL) == DATA
+    assert read_all(URL) == DATA
     of_hub = [request for request in bundle.requests if request.server == "hub"]
     assert [request.method for request in of_hub] == ["HEAD", "GET", "GET", "GET"]
     assert all("/resolve/" + "c" * 40 in request.path for request in of_hub[1:])
@@ -215,22 +215,22 @@ def test_what_stays_ends_in_one_line(
     bundle: HubServer, patience: Patient, where: str, fault: dict[str, Any], text: str, waits: int
 ) -> None:
     bundle.fault(where, **fault, times=99)
-    assert text in fails(URL)
+    assert text in read_error(URL)
     assert len(patience.waits) == waits
 
 
 def test_more_than_was_announced(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a library that does not hold a server to its lengths."""
+    """The HTTP library may not check the length of a response."""
     keep = RemoteSource._keep
     monkeypatch.setattr(RemoteSource, "_keep", lambda self, pieces, begin, _, show: keep(self, pieces, begin, 10, show))
-    assert "more bytes than it announced" in fails(URL)
+    assert "more bytes than it announced" in read_error(URL)
 
 
 def test_slow_but_steady_is_no_trickle(bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than a window, and brings enough in each."""
+    """The transfer takes longer than a window, and enough bytes arrive in each."""
     monkeypatch.setattr("mtp_extract.io.remote._LEAST", 2)
     patience.per_look = 31.0
-    assert whole(URL) == DATA
+    assert read_all(URL) == DATA
     assert patience.waits == []
 
 
@@ -246,13 +246,13 @@ def test_a_branch_that_moves_does_not_move_the_reader(bundle: HubServer, patienc
 @pytest.mark.parametrize(("status", "text"), [(401, "refuses access"), (403, "refuses access"), (404, "no such file")])
 def test_what_a_plain_server_refuses(bundle: HubServer, patience: Patient, status: int, text: str) -> None:
     bundle.fault("plain", status=status)
-    assert text in fails(bundle.url() + PLAIN)
+    assert text in read_error(bundle.url() + PLAIN)
 
 
 def test_a_copy_in_the_hubs_cache_is_used(
     bundle: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, too; and by its path there, or its commit."""
+    """So it is offline, and by its path or commit."""
     with open_source(URL) as source:
         online = source.provenance
     path = huggingface_hub.hf_hub_download(REPO, FILE)
@@ -269,12 +269,12 @@ def test_a_copy_in_the_hubs_cache_is_used(
             assert source.name == {path: f"hf://{REPO}@{'c' * 40}/{FILE}", REPO: URL}.get(name, name)
             assert {**source.provenance, "revision": "main"} == online
     for name in (f"hf://{REPO}/other.litertlm", "org/gone", f"{REPO}@v2", bundle.url() + "/a.litertlm"):
-        assert "offline mode is on (HF_HUB_OFFLINE)" in fails(name)
+        assert "offline mode is on (HF_HUB_OFFLINE)" in read_error(name)
     assert len(bundle.requests) == asked
 
 
 def test_a_client_of_the_applications_own(bundle: HubServer, patience: Patient) -> None:
-    """It need not be called Client, nor be of the library that huggingface_hub is built on."""
+    """Its class need not be called Client, nor come from huggingface_hub's HTTP library."""
 
     class Own:
         def __init__(self) -> None:
@@ -285,9 +285,9 @@ def test_a_client_of_the_applications_own(bundle: HubServer, patience: Patient) 
 
     huggingface_hub.set_client_factory(Own)  # type: ignore[arg-type]
     try:
-        assert whole(URL) == DATA
-        assert "no such file" in fails(f"hf://{REPO}/other.litertlm")
-        assert "cannot be reached" in fails("http://127.0.0.1:1/a")
+        assert read_all(URL) == DATA
+        assert "no such file" in read_error(f"hf://{REPO}/other.litertlm")
+        assert "cannot be reached" in read_error("http://127.0.0.1:1/a")
     finally:
         huggingface_hub.set_client_factory(default_client_factory)
 
@@ -297,7 +297,7 @@ def test_no_room_for_what_is_fetched(
 ) -> None:
     with monkeypatch.context() as context:
         context.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-        assert "Set TMPDIR" in fails(URL)
+        assert "Set TMPDIR" in read_error(URL)
     with monkeypatch.context() as context:
         context.setattr("tempfile.TemporaryFile", lambda prefix: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
-        assert "No space left on device. Set TMPDIR" in fails(URL)
+        assert "No space left on device. Set TMPDIR" in read_error(URL)

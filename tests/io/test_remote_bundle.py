@@ -1,4 +1,4 @@
-"""A bundle of 4 GB behind a Hub: only the drafter is fetched, and the result is the local one."""
+"""A bundle of 4 GB on a Hub: only the drafter is fetched, and the result equals that of the local file."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ print(digest.hexdigest(), peak)
 """
 
 
-def grown(path: Path, begin: int, size: int) -> str:
-    """The sample with its drafter section, which is the last, moved to ``begin`` and padded to ``size``, in a sparse
-    file; the SHA-256 of the new section.
+def grow_sample(path: Path, begin: int, size: int) -> str:
+    """Write the sample with its last section, the drafter, moved to ``begin`` and padded to ``size``, as a sparse file.
+
+    Returns the SHA-256 of the new section.
     """
     *others, drafter = parts_of(first_bundle())
     with mtp_extract.open(first_bundle()) as opened:
@@ -73,7 +74,7 @@ def grown(path: Path, begin: int, size: int) -> str:
 @pytest.fixture
 def large(hub: HubServer, tmp_path: Path) -> tuple[HubServer, Path, str]:
     path = tmp_path / FILE
-    section = grown(path, BASE, DRAFTER)
+    section = grow_sample(path, BASE, DRAFTER)
     hub.add(REPO, FILE, Content.of_file(path, "a" * 64))
     return hub, path, section
 
@@ -91,10 +92,10 @@ def test_only_the_drafter_is_fetched(large: tuple[HubServer, Path, str], patienc
     for name in names - {"extraction.json", "README.md"}:
         assert (local.directory / name).read_bytes() == (remote.directory / name).read_bytes(), name
     here, there = (json.loads((result.directory / "extraction.json").read_text()) for result in (local, remote))
-    asked = {"repository": REPO, "path": FILE, "revision": "main"}
-    assert there["source"]["provenance"] == asked | {"commit": "c" * 40, "etag": "a" * 64}
+    address = {"repository": REPO, "path": FILE, "revision": "main"}
+    assert there["source"]["provenance"] == address | {"commit": "c" * 40, "etag": "a" * 64}
     assert there["source"]["section"]["sha256"] == section
-    # Where it was read from is the one thing that may differ, and the card, which states it.
+    # Only the provenance may differ, and the card, which states it.
     for record in (here, there):
         record["source"].pop("provenance")
         record["files"].pop("README.md")
@@ -103,8 +104,8 @@ def test_only_the_drafter_is_fetched(large: tuple[HubServer, Path, str], patienc
         assert all(check.passed for check in verify_against(local.directory, opened))
 
 
-def inline(count: int) -> tuple[bytes, int]:
-    """The sample's drafter with ``count`` buffers of 1 MiB more inside its flatbuffer, and what of it is structure."""
+def store_inline(count: int) -> tuple[bytes, int]:
+    """Return the sample's drafter with ``count`` buffers of 1 MiB more in its flatbuffer, and its structure's size."""
     model = load(drafter_of(first_bundle()))
     structure = len(pack(model))
     for _ in range(count):
@@ -114,8 +115,8 @@ def inline(count: int) -> tuple[bytes, int]:
     return pack(model), structure + count * 2 * BLOCK
 
 
-def appended(count: int) -> tuple[bytes, int]:
-    """The sample's drafter with its weights after its flatbuffer, ``count`` MiB apart, and the flatbuffer's length."""
+def append_weights(count: int) -> tuple[bytes, int]:
+    """Return the sample's drafter with its weights ``count`` MiB apart after the flatbuffer, and the size of that."""
     model = load(drafter_of(first_bundle()))
     moved = [buffer for buffer in model.buffers if buffer.data is not None and len(buffer.data) >= 1 << 12]
     stored = [bytes(buffer.data) for buffer in moved]
@@ -132,7 +133,7 @@ def appended(count: int) -> tuple[bytes, int]:
     return bytes(result), structure
 
 
-@pytest.mark.parametrize("build", [inline, appended])
+@pytest.mark.parametrize("build", [store_inline, append_weights])
 def test_looking_fetches_structure_and_extracting_fetches_once(
     hub: HubServer, tmp_path: Path, build: Callable[[int], tuple[bytes, int]]
 ) -> None:
@@ -183,10 +184,10 @@ def test_memory_stays_bounded(large: tuple[HubServer, Path, str], tmp_path: Path
 
 
 def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_path: Path) -> None:
-    """Into a bundle of the Hub, of which nothing but the drafter was read before."""
+    """An insertion into a bundle of the Hub fetches everything that is copied."""
     hub.add(REPO, FILE, sample.read_bytes())
-    made = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
-    mtp_extract.insert(made.directory, URL, tmp_path / "drafter.litertlm")
+    extraction = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
+    mtp_extract.insert(extraction.directory, URL, tmp_path / "drafter.litertlm")
     assert (tmp_path / "drafter.litertlm").read_bytes() == sample.read_bytes()
     with planned_insertion(first_base(), URL) as plan:
         plan.write(tmp_path / "base.litertlm")

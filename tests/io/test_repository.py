@@ -1,4 +1,4 @@
-"""A repository with several bundles, as Google's are: the one with a drafter is taken and named, by headers alone."""
+"""Repositories with several bundles, such as Google's: the one with a drafter is found by the headers and named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIB = 1 << 10
 
 @pytest.fixture
 def google(hub: HubServer, sample: Path) -> HubServer:
-    """Google's repository of E4B: its files' names and headers, with the sample's contents."""
+    """A Hub with Google's repository of E4B: its file names and headers, with the contents of the sample."""
     published_repository(hub, E4B, sample)
     return hub
 
@@ -39,7 +39,7 @@ def test_the_one_with_a_drafter_is_taken_and_named(google: HubServer, tmp_path: 
 
 
 def test_at_most_1_mb_is_read_beside_the_drafter(google: HubServer, sample: Path, tmp_path: Path) -> None:
-    """Of the files without a drafter a block each, however large they are."""
+    """One block is read of each file without a drafter, however large it is."""
     large = tmp_path / "large.litertlm"
     large.write_bytes(without_drafter(sample, "artisan_text_decoder"))
     with large.open("r+b") as file:
@@ -93,7 +93,7 @@ def test_a_repository_of_hundreds_is_not_searched(google: HubServer, sample: Pat
 
 
 def test_offline_the_cache_is_searched(google: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a repository of which the cache has two bundles, and of a checkpoint or bundle."""
+    """The cache has two bundles of the repository."""
     for name in ("gemma-4-E4B-it.litertlm", "gemma-4-E4B-it-gpu.litertlm"):
         huggingface_hub.hf_hub_download(E4B, name)
     asked = len(google.requests)
@@ -108,19 +108,18 @@ def test_offline_the_cache_is_searched(google: HubServer, monkeypatch: pytest.Mo
 
 def test_every_command_takes_the_repository(google: HubServer, tmp_path: Path) -> None:
     drafter, new = tmp_path / "drafter", tmp_path / "new.litertlm"
-    assert WITH in printed("extract", E4B, "-o", drafter, "--codes")
-    assert WITH in printed("inspect", E4B)
-    assert "tensors: all 48 are derived from the file's" in printed("inspect", drafter, "--against", E4B)
-    assert WITH in printed("insert", drafter, E4B, "-o", new)
+    assert WITH in run_command("extract", E4B, "-o", drafter, "--codes")
+    assert WITH in run_command("inspect", E4B)
+    assert "tensors: all 48 are derived from the file's" in run_command("inspect", drafter, "--against", E4B)
+    assert WITH in run_command("insert", drafter, E4B, "-o", new)
     assert new.read_bytes() == google.repos[E4B].files["gemma-4-E4B-it.litertlm"][0].data
-    assert WITH in printed("insert", E4B, E4B, "--dry-run")
+    assert WITH in run_command("insert", E4B, E4B, "--dry-run")
 
 
 def test_its_base_is_compared_with_one_on_the_hub(google: HubServer, base: Path) -> None:
-    """As docs/extract.md shows it."""
     for file in base.iterdir():
         google.add("google/gemma-4-E4B-it", file.name, file.read_bytes())
-    shown = printed("inspect", E4B, "--against", "google/gemma-4-E4B-it")
+    shown = run_command("inspect", E4B, "--against", "google/gemma-4-E4B-it")
     assert "within half a step" in shown and "different" not in shown
     done = run_here("inspect", E4B, "--against", "google/gone")
     assert (done.returncode, "no such repository" in done.stderr) == (1, True)
@@ -128,12 +127,12 @@ def test_its_base_is_compared_with_one_on_the_hub(google: HubServer, base: Path)
 
 @pytest.mark.torch
 def test_a_drafter_is_validated_against_the_repository(google: HubServer, tmp_path: Path) -> None:
-    made = mtp_extract.extract(E4B, tmp_path / "drafter")
-    assert "refuted" not in printed("validate", made.directory, "--source", E4B).lower()
+    extraction = mtp_extract.extract(E4B, tmp_path / "drafter")
+    assert "refuted" not in run_command("validate", extraction.directory, "--source", E4B).lower()
 
 
-def printed(name: str, *arguments: object) -> str:
-    """What a command prints, without the breaks of its lines."""
+def run_command(name: str, *arguments: object) -> str:
+    """Run a command that succeeds, and return its output with lines joined."""
     done = run_here(name, *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return re.sub(r"\n +", " ", done.stdout)

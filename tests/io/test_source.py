@@ -1,4 +1,4 @@
-"""Small reads go through pages that are kept, and are what the source holds."""
+"""Small reads go through cached pages, and return the bytes of the source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = random.Random(2).randbytes(3 * PAGE + 100)
 
 
 class Counted(BytesSource):
-    """How often it is read."""
+    """A source that counts how often it is read."""
 
     reads = 0
 

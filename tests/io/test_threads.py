@@ -1,4 +1,4 @@
-"""Threads that share work: what stops them."""
+"""Work shared among threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtp_extract.io.threads import on_all_cores
 
 
 def test_results_are_in_order_and_an_error_is_raised() -> None:
-    """Of what was given out, what has not begun by then never does."""
+    """After the error no further item is begun."""
     assert on_all_cores(str, range(100)) == list(map(str, range(100)))
     begun = []
     with pytest.raises(ZeroDivisionError):
@@ -40,7 +40,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such threshold")
 def test_memory_of_one_chunk_is_used_again_for_the_next() -> None:
-    """Cleared anew by the system for each chunk, it took half of the time of an insertion."""
+    """If the system clears its pages for each chunk, that takes half of the time of an insertion."""
     # In a new process: large arrays that others freed raise the threshold of this one.
     printed = subprocess.run([sys.executable, "-c", COUNT_FAULTS], capture_output=True, text=True, check=True).stdout
     pages = 2 * 50 * 8 * (4 << 19) // resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Records are read with the name of what is wrong."""
+"""Errors of records name the field."""
 
 from __future__ import annotations
 
