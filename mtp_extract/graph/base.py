@@ -37,7 +37,7 @@ from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
 from mtp_extract.graph.forms import ReadGraph
 from mtp_extract.graph.reading import read_graph
-from mtp_extract.graph.roles import FoundRole, OtherConstant, activation_of, in_order, set_aside
+from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, read_activation, set_aside
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
@@ -47,7 +47,7 @@ BASE_LOGITS = "logits"
 BASE_ACTIVATIONS = "activations"
 _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 
-_RELATIVE = 4e-3
+_FACTOR_TOLERANCE = 4e-3
 """How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
 _HALF_ROOT = 2**-0.5
 """Of the sum of two values, each of which is of ordinary size."""
@@ -59,7 +59,7 @@ _MOST_TABLES = 1024
 _UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
 """Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
-_MOST_COMPARED = 1 << 14
+_LARGEST_COMPARED = 1 << 14
 """Elements of the largest constant that is known by its numbers: a norm, as wide as the stream."""
 
 
@@ -94,128 +94,128 @@ def walk_base(graph: FlatGraph) -> BaseWalk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something that Gemma 4 does not.
     """
-    return _Base(graph).walk()
+    return _BaseReader(graph).read_structure()
 
 
-class _Base(Blocks):
-    folded = _RELATIVE
+class _BaseReader(Blocks):
+    factor_tolerance = _FACTOR_TOLERANCE
 
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (BASE_LOGITS, BASE_ACTIVATIONS) if name in graph.outputs]
-        super().__init__(read_graph(graph, (*outputs, *_caches(graph)), strict=False).require_all())
+        super().__init__(read_graph(graph, (*outputs, *_list_caches(graph)), strict=False).require_all())
         # By K cache, the first layer that reads it: layers are taken from the last to the first.
         self.first_readers: dict[str, int] = {}
         # By layer, the embedding of its own that it reads.
-        self.slices: dict[int, Expr] = {}
-        self.normed: dict[Expr, int] = {}
+        self.own_embeddings: dict[int, Expr] = {}
+        self.layer_of_input: dict[Expr, int] = {}
         self.per_layer_factor = 1.0
-        self.writers = _writers(graph)
-        self.norms = self.norms_of_values()
+        self.cache_writers = _find_cache_writers(graph)
+        self.norms = self.find_norms()
         # Caches alone: the scores of a window are written by the same operator.
-        updated = (value for node in self.writers.values() for value in node.outputs)
+        updated = (value for node in self.cache_writers.values() for value in node.outputs)
         self.stops = frozenset({*self.norms, *map(id, updated)})
 
-    def walk(self) -> BaseWalk:
+    def read_structure(self) -> BaseWalk:
         graph = self.graph
-        soft_cap, head = self.lm_head(*self.output(BASE_LOGITS))
-        stream, factor = self.norm("final_norm", head)
-        if BASE_ACTIVATIONS in graph.outputs and self.output(BASE_ACTIVATIONS)[0] is not head:
+        soft_cap, head = self.take_lm_head(*self.read_output(BASE_LOGITS))
+        stream, factor = self.take_norm("final_norm", head)
+        if BASE_ACTIVATIONS in graph.outputs and self.read_output(BASE_ACTIVATIONS)[0] is not head:
             raise RoleError(f"The output {BASE_ACTIVATIONS!r} is not what lm_head reads.")
         count = self.count_layers(stream, sums=3 if PER_LAYER in graph.inputs else 2)
         for index in reversed(range(count)):
-            stream, factor = self._layer(index, stream, factor)
+            stream, factor = self._take_layer(index, stream, factor)
         self.require_input("layers.0", stream, EMBEDDINGS)
-        if self.slices:
-            self._per_layer_inputs()
+        if self.own_embeddings:
+            self._take_per_layer_inputs()
         for key, first in self.first_readers.items():
-            self._owner(key, first)
-        roles = in_order([_undecided(role) for role in self.roles])
+            self._take_keys_and_values(key, first)
+        roles = in_order([_allow_factor_of_one(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
         return BaseWalk(
             roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon(), self.per_layer_factor
         )
 
-    def _layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
+    def _take_layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
         """Take the roles of the layer whose result is ``factor × out``; the stream below it, and its factor."""
         name = f"layers.{index}"
-        self.layer_scalar(name, out, factor)
+        self.take_layer_scalar(name, out, factor)
         if PER_LAYER in self.graph.inputs:
-            out = self._per_layer(index, out)
-        fed, stream, below = self.attention(name, out, self._query)
-        self.normed[fed] = index
+            out = self._take_per_layer_branch(index, out)
+        fed, stream, below = self.take_attention(name, out, self._find_query)
+        self.layer_of_input[fed] = index
         return stream, below
 
     # The embedding that each layer has of its own.
 
-    def _per_layer(self, index: int, out: Expr) -> Expr:
+    def _take_per_layer_branch(self, index: int, out: Expr) -> Expr:
         """The branch that adds the layer's own embedding of the token; returns the stream before it."""
         name = f"layers.{index}"
-        branch, middle, factor = self.residual(name, out)
-        product, norm_factor = self.norm(f"{name}.post_per_layer_norm", branch)
+        branch, middle, factor = self.split_residual(name, out)
+        product, norm_factor = self.take_norm(f"{name}.post_per_layer_norm", branch)
         if product.kind != "matrix" or factor != 1:
             raise RoleError(
-                f"{name}.per_layer_projection: expected a product with a matrix, found {self.shown(product)}."
+                f"{name}.per_layer_projection: expected a product with a matrix, found {self.describe(product)}."
             )
-        gate, scale, own_embedding, share = self.gated(f"{name}.per_layer_gate", product.parts[1])
-        self.slices[index] = own_embedding
-        after = abs(norm_factor * share * self._common_factor(own_embedding))
-        is_halved = math.isclose(after, _HALF_ROOT, rel_tol=_RELATIVE)
-        if not is_halved and not math.isclose(after, 1.0, rel_tol=_RELATIVE):
+        gate, scale, own_embedding, share = self.split_gated_product(f"{name}.per_layer_gate", product.parts[1])
+        self.own_embeddings[index] = own_embedding
+        after = abs(norm_factor * share * self._find_common_factor(own_embedding))
+        is_halved = math.isclose(after, _HALF_ROOT, rel_tol=_FACTOR_TOLERANCE)
+        if not is_halved and not math.isclose(after, 1.0, rel_tol=_FACTOR_TOLERANCE):
             raise RoleError(f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} after it, found {after:g}.")
-        self.linear(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
+        self.take_matrix(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
         if not is_halved:
             self.roles[-1] = replace(self.roles[-1], other_factors=(_HALF_ROOT,))
-        if self.linear(f"{name}.per_layer_gate", gate, scale) is not middle:
+        if self.take_matrix(f"{name}.per_layer_gate", gate, scale) is not middle:
             raise RoleError(f"{name}.per_layer_gate: it does not read the residual stream.")
         return middle
 
-    def _common_factor(self, own_embedding: Expr) -> float:
+    def _find_common_factor(self, own_embedding: Expr) -> float:
         """What the sum is multiplied by that a layer's own embedding is a part of."""
         total = own_embedding.parts[0] if own_embedding.kind == "part" else own_embedding
-        factors = (factor / self.scale_of(e) for e, factor in total.terms.items() if e.kind != "input")
+        factors = (factor / self.find_scale(e) for e, factor in total.terms.items() if e.kind != "input")
         return next(factors, 1.0)
 
-    def _per_layer_inputs(self) -> None:
+    def _take_per_layer_inputs(self) -> None:
         """What the layers' slices are of: the projection of the embeddings plus the per-layer embeddings."""
-        totals = {part.parts[0] if part.kind == "part" else part for part in self.slices.values()}
+        totals = {part.parts[0] if part.kind == "part" else part for part in self.own_embeddings.values()}
         total = totals.pop()
         if totals or total.kind != "sum" or len(total.terms) != 2:
             raise RoleError("The layers take their own embeddings from different values; expected one sum.")
-        for index, part in sorted(self.slices.items()):
+        for index, part in sorted(self.own_embeddings.items()):
             chosen = part.chosen if part.kind == "part" else np.arange(part.size)
             if not np.array_equal(chosen, np.arange(index * part.size, (index + 1) * part.size)):
                 raise RoleError(
                     f"layers.{index}: expected the part of the per-layer embeddings at {index * part.size}, found "
                     f"{chosen[0]}."
                 )
-        projected, norm_factor = self.norm("per_layer_projection_norm", self._normed_beside_input(total))
+        projected, norm_factor = self.take_norm("per_layer_projection_norm", self._find_normed_summand(total))
         factor = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5
         role = "per_layer_model_projection"
-        read = self.linear(role, projected, norm_factor, meant=factor)
+        read = self.take_matrix(role, projected, norm_factor, meant=factor)
         stored = self.roles[-1].factor
         # The exporter may have multiplied the weight, or its scales, by the factor.
-        if not any(math.isclose(stored, allowed, rel_tol=_RELATIVE) for allowed in (1.0, factor)):
+        if not any(math.isclose(stored, allowed, rel_tol=_FACTOR_TOLERANCE) for allowed in (1.0, factor)):
             raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
         self.require_input(role, read, EMBEDDINGS)
 
-    def _normed_beside_input(self, root: Expr) -> Expr:
+    def _find_normed_summand(self, root: Expr) -> Expr:
         """What the per-layer embeddings are added to in the sum ``root``; the factor that they have there is noted."""
         table = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
         normed = next(e for e in root.terms if e is not table)
-        factor = 0.0 if table is None else root.terms[table] * self.scale_of(normed) / root.terms[normed]
+        factor = 0.0 if table is None else root.terms[table] * self.find_scale(normed) / root.terms[normed]
         allowed = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
-        if not any(math.isclose(factor, number, rel_tol=_RELATIVE) for number in allowed):
+        if not any(math.isclose(factor, number, rel_tol=_FACTOR_TOLERANCE) for number in allowed):
             raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
         self.per_layer_factor = factor
         return normed
 
     # Attentions, and the caches that they read.
 
-    def _query(self, name: str, mixed: Expr) -> Expr:
+    def _find_query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of; the K cache that it reads is noted."""
         if mixed.kind != "unread":
-            raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.shown(mixed)}.")
-        queries, caches = self._sources(mixed.parts[0])
+            raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.describe(mixed)}.")
+        queries, caches = self._find_sources(mixed.parts[0])
         if len(queries) != 1:
             raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
         key = min(caches, default="")
@@ -227,39 +227,41 @@ class _Base(Blocks):
         self.first_readers[key] = int(name.rpartition(".")[2])
         return queries.pop()
 
-    def _sources(self, start: Value) -> tuple[set[Expr], set[str]]:
+    def _find_sources(self, start: Value) -> tuple[set[Expr], set[str]]:
         """What ``start`` is computed from: the nearest norms, and the caches that were written."""
         sources = list(ancestors(start, self.stops))
         norms = {self.norms[id(value)] for value in sources if id(value) in self.norms}
-        return norms, {name for name, node in self.writers.items() if any(value.producer is node for value in sources)}
+        return norms, {
+            name for name, node in self.cache_writers.items() if any(value.producer is node for value in sources)
+        }
 
-    def _normed(self, cache: str) -> Expr:
+    def _find_cache_norm(self, cache: str) -> Expr:
         """The norm whose result is written into ``cache``."""
-        norms, _ = self._sources(self.writers[cache].operand(1))
+        norms, _ = self._find_sources(self.cache_writers[cache].operand(1))
         if len(norms) != 1:
             raise RoleError(f"{escape(cache)}: expected one RMSNorm before it is written, found {len(norms)}.")
         return norms.pop()
 
-    def _owner(self, cache: str, first: int) -> None:
+    def _take_keys_and_values(self, cache: str, first: int) -> None:
         """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
-        k_norm = self._normed(cache)
-        v_norm = self._normed(cache.replace(_KEYS, _VALUES))
-        key_norm = self.match(k_norm)
+        k_norm = self._find_cache_norm(cache)
+        v_norm = self._find_cache_norm(cache.replace(_KEYS, _VALUES))
+        key_norm = self.match_norm(k_norm)
         fed = key_norm.of.parts[1] if key_norm is not None and key_norm.of.kind == "matrix" else None
-        if fed not in self.normed:
+        if fed not in self.layer_of_input:
             raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
-        name = f"layers.{self.normed[fed]}"
-        if self.normed[fed] != first:
+        name = f"layers.{self.layer_of_input[fed]}"
+        if self.layer_of_input[fed] != first:
             raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
-        self.linear(f"{name}.k_proj", *self.norm(f"{name}.k_norm", k_norm))
-        self._take_values(name, fed, None if v_norm is k_norm else self.match(v_norm))
+        self.take_matrix(f"{name}.k_proj", *self.take_norm(f"{name}.k_norm", k_norm))
+        self._take_values(name, fed, None if v_norm is k_norm else self.match_norm(v_norm))
 
     def _take_values(self, name: str, fed: Expr, value_norm: Norm | None) -> None:
         """V is normed without a weight, and computed of ``fed``, as K is."""
         if value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
         self.eps.add(float(f"{value_norm.eps:.6g}"))
-        if self.linear(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
+        if self.take_matrix(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
             raise RoleError(f"{name}.v_proj does not read what k_proj reads.")
 
     def _is_ones(self, weight: Expr | None) -> bool:
@@ -269,20 +271,22 @@ class _Base(Blocks):
         return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
 
 
-def _undecided(role: FoundRole) -> FoundRole:
+def _allow_factor_of_one(role: FoundRole) -> FoundRole:
     """``role``, whose factor may as well be 1 where a norm takes what multiplies its product away."""
     if role.factor == 1.0 or role.role.rpartition(".")[2] not in _NORMED:
         return role
     return replace(role, other_factors=(*role.other_factors, 1.0))
 
 
-def _caches(graph: FlatGraph) -> list[str]:
+def _list_caches(graph: FlatGraph) -> list[str]:
     return [name for name in graph.outputs if name.startswith((_KEYS, _VALUES))]
 
 
-def _writers(graph: FlatGraph) -> dict[str, Node]:
+def _find_cache_writers(graph: FlatGraph) -> dict[str, Node]:
     """By name of a cache, the operator that writes it."""
-    writers = {name: source_through(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _caches(graph)}
+    writers = {
+        name: source_through(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _list_caches(graph)
+    }
     return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
@@ -299,15 +303,15 @@ def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
     by_place: dict[_Place, list[FoundRole]] = defaultdict(list)
     for role in decoder.roles:
         if role.tensor is not None:
-            by_place[_stored(graph, role.tensor)].append(role)
+            by_place[_locate_constant(graph, role.tensor)].append(role)
     numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
-    roles_of_value = [(value, by_place.get(_stored(graph, value.tensor), [])) for value in numbers]
+    roles_of_value = [(value, by_place.get(_locate_constant(graph, value.tensor), [])) for value in numbers]
     matched = [replace(role, tensor=value.tensor, result=None) for value, roles in roles_of_value for role in roles]
     strangers = [value for value, roles in roles_of_value if not roles]
     # A constant of several roles may be there for one of them alone.
     computed = {roles[0].role for _, roles in roles_of_value if len(roles) == 1}
     present = {role.role for role in matched}
-    missing = [role for role in _expected(decoder, computed) if role.role not in present]
+    missing = [role for role in _list_expected_roles(decoder, computed) if role.role not in present]
     matched += _match_by_numbers(graph, decoder, missing, strangers)
     _check_strangers(strangers, matched)
     roles = in_order(matched)
@@ -327,7 +331,7 @@ _Place = tuple[int, tuple[int, ...]]
 """Where a constant lies, and its shape."""
 
 
-def _stored(graph: FlatGraph, tensor: Tensor) -> _Place:
+def _locate_constant(graph: FlatGraph, tensor: Tensor) -> _Place:
     return graph.model.locate(tensor).begin, tuple(tensor.shape)
 
 
@@ -338,13 +342,13 @@ def _match_by_numbers(
     by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
     for role in missing:
         if role.tensor is not None:
-            by_numbers[_numbers(graph, role.tensor)].append(role)
+            by_numbers[_make_content_key(graph, role.tensor)].append(role)
     if not by_numbers:
         return
-    no_weights = {_numbers(graph, entry.tensor) for entry in walked.aside if entry.tensor.type in NUMBER_TYPES}
+    no_weights = {_make_content_key(graph, entry.tensor) for entry in walked.aside if entry.tensor.type in NUMBER_TYPES}
     present = set[object]()
     for value in strangers:
-        content = _numbers(graph, value.tensor)
+        content = _make_content_key(graph, value.tensor)
         roles = by_numbers.get(content, [])
         if roles and content in no_weights:
             names = " or ".join(role.role for role in roles)
@@ -361,7 +365,7 @@ def _match_by_numbers(
         )
 
 
-def _expected(walked: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+def _list_expected_roles(walked: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
     """The roles of ``walked`` up to the last that is ``computed``, in the order of execution; a signature that fills
     the caches ends with K and V of a layer, whose query it does not compute.
     """
@@ -372,10 +376,10 @@ def _expected(walked: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
     return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
 
 
-def _numbers(graph: FlatGraph, tensor: Tensor) -> object:
+def _make_content_key(graph: FlatGraph, tensor: Tensor) -> object:
     """What ``tensor`` holds; of a large one where, as it would have to be read."""
-    if tensor.elements > _MOST_COMPARED:
-        return _stored(graph, tensor)
+    if tensor.elements > _LARGEST_COMPARED:
+        return _locate_constant(graph, tensor)
     return tuple(tensor.shape), graph.floats(Value([tensor])).tobytes()
 
 
@@ -394,7 +398,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
-    tables = list(_tables(read_graph(graph, (name,), strict=False).require_all(), output, 1.0, role))
+    tables = list(_find_lookups(read_graph(graph, (name,), strict=False).require_all(), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
     root = width**0.5
     if len(tables) > 1 and tokens != 1:
@@ -403,27 +407,29 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
     for index, (node, factor) in enumerate(tables):
         name = f"{role}.{index}" if len(tables) > 1 else role
         stored = root / (factor * later)
-        exact = next((number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_RELATIVE)), None)
+        exact = next(
+            (number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_FACTOR_TOLERANCE)), None
+        )
         if exact is None:
             raise RoleError(
                 f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
                 f"less what the decoder multiplies by), or 1, found {factor:g}."
             )
-        roles.append(_table_role(role, name, node, exact))
+        roles.append(_make_table_role(role, name, node, exact))
     return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
 
 
-def _table_role(role: str, name: str, node: Node, factor: float) -> FoundRole:
+def _make_table_role(role: str, name: str, node: Node, factor: float) -> FoundRole:
     """The table of the lookup ``node`` as the role ``name``, a part of ``role``."""
     table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
     if not table.constant or len(table.tensor.shape) != 2:
         raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-    quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+    quantized = read_activation(node.operand(0)), read_activation(node.outputs[0])
     why = f"the table of {node.op.label}"
     return FoundRole(name, table.tensor, table.tensor.shape, factor, why, (), *quantized, node.outputs[0])
 
 
-def _tables(reading: ReadGraph, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
+def _find_lookups(reading: ReadGraph, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
     """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
     term = reading.forms.get(id(value))
     source = term.expr.parts[0] if isinstance(term, Term) and term.expr.kind == "unread" else None
@@ -432,7 +438,7 @@ def _tables(reading: ReadGraph, value: Value, factor: float, role: str) -> Itera
         raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP behind {value.label}.")
     if node.kind in ("CONCATENATION", "PACK") and len(node.inputs) < _MOST_TABLES:
         for position in range(len(node.inputs)):
-            yield from _tables(reading, node.operand(position), factor * term.factor, role)
+            yield from _find_lookups(reading, node.operand(position), factor * term.factor, role)
     elif node.kind == "EMBEDDING_LOOKUP" and len(node.inputs) == 2:
         yield node, factor * term.factor
     else:

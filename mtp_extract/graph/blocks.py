@@ -14,7 +14,7 @@ from mtp_extract.errors import RoleError, UnsupportedError
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Expr, Term
 from mtp_extract.graph.flat import Value
 from mtp_extract.graph.forms import ReadGraph
-from mtp_extract.graph.roles import FoundRole, activation_of
+from mtp_extract.graph.roles import FoundRole, read_activation
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -23,7 +23,7 @@ _GELU_SLOPE, _GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 """GELU(x) ≈ x/2 · (1 + tanh(slope · (x + cube · x³)))."""
 
 
-def close(a: float, b: float) -> bool:
+def is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_CLOSE)
 
 
@@ -41,7 +41,7 @@ class Norm:
 class Blocks:
     """The expressions of a graph, being taken apart."""
 
-    folded = 1e-6  # how near 1 a factor on a weight is taken for 1
+    factor_tolerance = 1e-6  # how near 1 a factor on a weight is taken for 1
 
     def __init__(self, reading: ReadGraph) -> None:
         self.reading = reading
@@ -52,25 +52,25 @@ class Blocks:
         self.activations: set[str] = set()
         self.matched: Expr | None = None  # what is being matched, or was when it was refused
 
-    def output(self, name: str) -> tuple[Expr, float]:
+    def read_output(self, name: str) -> tuple[Expr, float]:
         """The expression and factor of an output."""
         form = self.reading.forms.get(id(self.graph.outputs[name]))
         if not isinstance(form, Term) or not form.is_complete:
             raise RoleError(f"The output {name!r} is not computed of the activations, or in another order.")
         return form.expr, form.factor
 
-    def norms_of_values(self) -> dict[int, Expr]:
+    def find_norms(self) -> dict[int, Expr]:
         """By ``id`` of a value: the norm that it is, or whose elements it has."""
         norms = dict[int, Expr]()
         for key, form in self.reading.forms.items():
             if isinstance(form, Term):
                 expr, _ = self.expressions.origin(form.expr, form.ids)
-                if self.match(expr) is not None:
+                if self.match_norm(expr) is not None:
                     norms[key] = expr
         return norms
 
     @staticmethod
-    def shown(expr: Expr) -> str:
+    def describe(expr: Expr) -> str:
         """What messages call an expression."""
         if expr.kind != "unread":
             return f"a {expr.kind}"
@@ -79,26 +79,26 @@ class Blocks:
 
     # Matrices.
 
-    def linear(self, role: str, expr: Expr, factor: float, meant: float | None = None) -> Expr:
+    def take_matrix(self, role: str, expr: Expr, factor: float, meant: float | None = None) -> Expr:
         """Take the matrix of which ``factor × expr`` is the product, and return what it reads; ``meant`` is what that
         is multiplied by in a drafter, found by itself if None.
         """
         self.matched = expr
         if expr.kind != "matrix":
-            raise RoleError(f"{role}: expected a product with a matrix, found {self.shown(expr)}.")
+            raise RoleError(f"{role}: expected a product with a matrix, found {self.describe(expr)}.")
         weight: Value = expr.parts[0]
         read: Expr = expr.parts[1]
         node = self.reading.products[expr]
         if weight.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
-        stored = (self.scale_of(read) if meant is None else meant) / factor
+        stored = (self.find_scale(read) if meant is None else meant) / factor
         if not 1 / LARGEST_FACTOR < abs(stored) < LARGEST_FACTOR:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
         columns = weight.tensor.shape[1]
         tokens = read.size // columns
         shape = expr.size // tokens, columns
-        folded = 1.0 if abs(stored - 1) < self.folded else stored
-        quantized = activation_of(node.operand(0)), activation_of(node.outputs[0])
+        folded = 1.0 if abs(stored - 1) < self.factor_tolerance else stored
+        quantized = read_activation(node.operand(0)), read_activation(node.outputs[0])
         result, _ = self.reading.first[expr]
         why = f"weight of {node.op.label}"
         self.roles.append(FoundRole(role, weight.tensor, shape, folded, why, (), *quantized, result))
@@ -107,20 +107,20 @@ class Blocks:
     def require_input(self, role: str, read: Expr, name: str) -> None:
         self.matched = read
         if read.kind != "input" or read.parts[0] != name:
-            raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.shown(read)}.")
+            raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.describe(read)}.")
 
-    def lm_head(self, logits: Expr, factor: float) -> tuple[float | None, Expr]:
+    def take_lm_head(self, logits: Expr, factor: float) -> tuple[float | None, Expr]:
         """The soft cap of ``factor × logits``, None without one, and what the head reads."""
         if logits.kind != "function" or logits.parts[0] != "TANH":
-            return None, self.linear("lm_head", logits, factor)
+            return None, self.take_matrix("lm_head", logits, factor)
         _, inner, product = logits.parts
         if factor < 0:
             raise UnsupportedError(f"lm_head: its soft cap is {factor:g}; no drafter has a negative one.")
-        return factor, self.linear("lm_head", product, inner * factor)
+        return factor, self.take_matrix("lm_head", product, inner * factor)
 
     # Norms.
 
-    def match(self, expr: Expr) -> Norm | None:
+    def match_norm(self, expr: Expr) -> Norm | None:
         """``expr`` as an RMSNorm: x · (Σ x² · number + ε)^−½ · weight."""
         powers = expr.powers
         roots = [e for e, power in powers.items() if power == -0.5]
@@ -139,26 +139,26 @@ class Blocks:
             return None
         factor = math.sqrt(root.terms[squares[0]] * width)
         of = self.expressions.product(normed, expr.size)
-        return Norm(of, weights[0] if weights else None, width, 1.0 if close(factor, 1) else factor, eps)
+        return Norm(of, weights[0] if weights else None, width, 1.0 if is_close(factor, 1) else factor, eps)
 
-    def norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
+    def take_norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
         """Take a norm; what it is of, and the factor of that."""
         self.matched = expr
-        norm = self.match(expr)
+        norm = self.match_norm(expr)
         if norm is None:
-            raise RoleError(f"{role}: expected an RMSNorm, found {self.shown(expr)}.")
+            raise RoleError(f"{role}: expected an RMSNorm, found {self.describe(expr)}.")
         self.eps.add(float(f"{norm.eps:.6g}"))
-        result, norm_factor, number = self.result_of(expr)
-        if number is None and not close(abs(norm_factor), norm.factor):
+        result, norm_factor, number = self.find_result(expr)
+        if number is None and not is_close(abs(norm_factor), norm.factor):
             raise UnsupportedError(f"{role}: it is {norm_factor / norm.factor:g} times a norm.")
-        tensor = self._weight_of(role, norm) if number is None else number.tensor
+        tensor = self._find_norm_weight(role, norm) if number is None else number.tensor
         why = "its weight was 1 and was folded away" if tensor is None else "weight of an RMSNorm"
         names = tuple(t.name for t in result.tensors)
         self.roles.append(FoundRole(role, tensor, (norm.width,), 1.0, why, names, result=result))
         return norm.of, math.copysign(norm.factor, 1.0 if number is not None else norm_factor)
 
     @staticmethod
-    def _weight_of(role: str, norm: Norm) -> Tensor | None:
+    def _find_norm_weight(role: str, norm: Norm) -> Tensor | None:
         """The weight of a norm, a number for each element of its axis; None where it has none."""
         if norm.weight is None:
             return None
@@ -168,25 +168,25 @@ class Blocks:
             raise UnsupportedError(f"{role}: its weight has {tensor.elements} elements, its axis {norm.width}.")
         return tensor
 
-    def require_normed(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
+    def take_norm_of_stream(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
         """Take a norm of ``factor × stream``."""
-        of, norm_factor = self.norm(role, normed)
-        if of is not stream or not close(norm_factor, factor):
+        of, norm_factor = self.take_norm(role, normed)
+        if of is not stream or not is_close(norm_factor, factor):
             raise RoleError(f"{role} does not read the residual stream.")
 
-    def result_of(self, expr: Expr) -> tuple[Value, float, Value | None]:
+    def find_result(self, expr: Expr) -> tuple[Value, float, Value | None]:
         """Where a norm's result is found, its factor there, and the one number that all its weights are."""
-        norm = self.match(expr)
+        norm = self.match_norm(expr)
         if norm is not None and norm.weight is None:
             for term, value in self.reading.scaled.get(expr, ()):
                 number = term.numbers[-1]
-                if number.constant and close(term.factor, norm.factor * float(self.graph.floats(number)[0])):
+                if number.constant and is_close(term.factor, norm.factor * float(self.graph.floats(number)[0])):
                     return value, term.factor, number
         return *self.reading.first[expr], None
 
-    def scale_of(self, expr: Expr) -> float:
+    def find_scale(self, expr: Expr) -> float:
         """What the result of a norm is times ``expr``; 1 for anything else."""
-        return self.result_of(expr)[1] if self.match(expr) is not None else 1.0
+        return self.find_result(expr)[1] if self.match_norm(expr) is not None else 1.0
 
     def one_epsilon(self) -> float:
         """The epsilon of every norm."""
@@ -194,7 +194,7 @@ class Blocks:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
         (eps,) = self.eps
         for label, declared in self.graph.epsilons.items():
-            if not close(declared, eps):
+            if not is_close(declared, eps):
                 raise UnsupportedError(
                     f"{label} says that its epsilon is {declared:g}, and computes with {eps:g}: which of the two a "
                     "runtime uses depends on its hardware."
@@ -207,30 +207,30 @@ class Blocks:
         """How many layers ``stream`` has gone through, each of so many sums of the stream and a norm."""
         count = 0
         while stream.kind == "sum":
-            below = [e for e in stream.terms if self.match(e) is None]
+            below = [e for e in stream.terms if self.match_norm(e) is None]
             if len(below) != 1:
                 break
             stream, count = below[0], count + 1
         return -(-count // sums) + (stream.kind == "sum")
 
-    def attention(self, name: str, out: Expr, query_of: Callable[[str, Expr], Expr]) -> tuple[Expr, Expr, float]:
+    def take_attention(self, name: str, out: Expr, query_of: Callable[[str, Expr], Expr]) -> tuple[Expr, Expr, float]:
         """Take feed-forward block and attention of the layer whose residual sum is ``out``; what the projections of the
         attention read, the stream below it, and its factor. ``query_of`` gives, by the name of the layer and what
         ``o_proj`` reads, the normed query.
         """
-        branch, stream, below = self.residual(name, self.feed_forward(name, out))
-        mixed = self.linear(f"{name}.o_proj", *self.norm(f"{name}.post_attention_norm", branch))
-        fed = self.linear(f"{name}.q_proj", *self.norm(f"{name}.q_norm", query_of(name, mixed)))
-        self.require_normed(f"{name}.pre_attention_norm", fed, stream, below)
+        branch, stream, below = self.split_residual(name, self.take_feed_forward(name, out))
+        mixed = self.take_matrix(f"{name}.o_proj", *self.take_norm(f"{name}.post_attention_norm", branch))
+        fed = self.take_matrix(f"{name}.q_proj", *self.take_norm(f"{name}.q_norm", query_of(name, mixed)))
+        self.take_norm_of_stream(f"{name}.pre_attention_norm", fed, stream, below)
         return fed, stream, below
 
-    def layer_scalar(self, name: str, out: Expr, factor: float) -> None:
+    def take_layer_scalar(self, name: str, out: Expr, factor: float) -> None:
         """Take the number that a layer's result is multiplied by, if there is one."""
         self.matched = out
         for term, value in self.reading.scaled.get(out, ()):
-            if close(term.factor, factor):
+            if is_close(term.factor, factor):
                 number, *others = term.numbers
-                if others or not number.constant or not close(float(self.graph.floats(number)[0]), factor):
+                if others or not number.constant or not is_close(float(self.graph.floats(number)[0]), factor):
                     raise UnsupportedError(f"{name}.layer_scalar: it is made of several numbers.")
                 role, names = f"{name}.layer_scalar", tuple(t.name for t in value.tensors)
                 why = f"the factor {factor:g} on the layer's output"
@@ -239,50 +239,52 @@ class Blocks:
         if factor != 1:
             raise UnsupportedError(f"{name}.layer_scalar: its factor {factor:g} is no constant of its own.")
 
-    def residual(self, name: str, total: Expr) -> tuple[Expr, Expr, float]:
+    def split_residual(self, name: str, total: Expr) -> tuple[Expr, Expr, float]:
         """The norm that is added to a stream, the stream, and its factor."""
         self.matched = total
-        norms = [e for e in total.terms if self.match(e) is not None]
-        if len(total.terms) != 2 or len(norms) != 1 or not close(total.terms[norms[0]], self.scale_of(norms[0])):
-            raise RoleError(f"{name}: expected the sum of the residual stream and a norm, found {self.shown(total)}.")
+        norms = [e for e in total.terms if self.match_norm(e) is not None]
+        if len(total.terms) != 2 or len(norms) != 1 or not is_close(total.terms[norms[0]], self.find_scale(norms[0])):
+            raise RoleError(
+                f"{name}: expected the sum of the residual stream and a norm, found {self.describe(total)}."
+            )
         (stream,) = (e for e in total.terms if e is not norms[0])
         return norms[0], stream, total.terms[stream]
 
-    def feed_forward(self, name: str, out: Expr) -> Expr:
+    def take_feed_forward(self, name: str, out: Expr) -> Expr:
         """Take the feed-forward block whose residual sum is ``out``; returns the stream below it."""
-        branch, middle, factor = self.residual(name, out)
+        branch, middle, factor = self.split_residual(name, out)
         if factor != 1:
             raise RoleError(f"{name}: its residual stream is scaled within the layer.")
-        product, norm_factor = self.norm(f"{name}.post_ffw_norm", branch)
-        read, meant = self._down_input(name, product)
-        self.linear(f"{name}.down_proj", product, norm_factor, meant=meant)
-        self.require_normed(f"{name}.pre_ffw_norm", read, middle, 1.0)
+        product, norm_factor = self.take_norm(f"{name}.post_ffw_norm", branch)
+        read, meant = self._take_gate_and_up(name, product)
+        self.take_matrix(f"{name}.down_proj", product, norm_factor, meant=meant)
+        self.take_norm_of_stream(f"{name}.pre_ffw_norm", read, middle, 1.0)
         return middle
 
-    def _down_input(self, name: str, product: Expr) -> tuple[Expr, float]:
+    def _take_gate_and_up(self, name: str, product: Expr) -> tuple[Expr, float]:
         """What gate and up read, and what the product before ``down_proj`` is meant to be multiplied by."""
         self.matched = product
         if product.kind != "matrix":
-            raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.shown(product)}.")
-        gate, scale, up, share = self.gated(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
-        read = self.linear(f"{name}.gate_proj", gate, scale)
-        if self.linear(f"{name}.up_proj", up, 1.0) is not read:
+            raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.describe(product)}.")
+        gate, scale, up, share = self.split_gated_product(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
+        read = self.take_matrix(f"{name}.gate_proj", gate, scale)
+        if self.take_matrix(f"{name}.up_proj", up, 1.0) is not read:
             raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values.")
         return read, 1 / share
 
     # Gated products.
 
-    def gated(self, names: str, product: Expr) -> tuple[Expr, float, Expr, float]:
+    def split_gated_product(self, names: str, product: Expr) -> tuple[Expr, float, Expr, float]:
         """``share · GELU(scale · gate) · up``: gate, scale, up, share."""
         self.matched = product
         for up, power in product.powers.items():
             others = {e: p for e, p in product.powers.items() if e is not up}
             if power != 1 or up.kind not in ("matrix", "part", "input"):
                 continue
-            for gate, activation, scale, share in self._gates(others):
+            for gate, activation, scale, share in self._list_gates(others):
                 if gate is not up:
                     self.activations.add(activation)
-                    return gate, scale, up, 1.0 if close(share, 1) else share
+                    return gate, scale, up, 1.0 if is_close(share, 1) else share
         raise RoleError(f"{names}: expected a product of GELU(gate) and up; the graph computes another function.")
 
     def one_activation(self) -> str:
@@ -291,7 +293,7 @@ class Blocks:
             raise UnsupportedError(f"The gates use different functions: {sorted(self.activations)}.")
         return self.activations.pop() if self.activations else "gelu_pytorch_tanh"
 
-    def _gates(self, powers: dict[Expr, float]) -> Iterator[tuple[Expr, str, float, float]]:
+    def _list_gates(self, powers: dict[Expr, float]) -> Iterator[tuple[Expr, str, float, float]]:
         """A product as GELU: what it is of, its name, the factor on that, and the factor of the product."""
         if list(powers.values()) == [1]:
             (function,) = powers
@@ -301,23 +303,23 @@ class Blocks:
         for gate, power in powers.items():
             halves = [e for e in powers if e is not gate]
             if power == 1 and len(halves) == 1 and powers[halves[0]] == 1:
-                activation = self._half_of_gelu(halves[0], gate)
+                activation = self._match_half_of_gelu(halves[0], gate)
                 if activation is not None:
                     scale, share = activation
                     yield gate, "gelu_pytorch_tanh", scale, share / scale
 
-    def _half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
+    def _match_half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
         """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share."""
         unit = half.terms.get(self.expressions.one, 0.0)
         function = next((e for e in half.terms if e.kind == "function"), None)
-        if function is None or len(half.terms) != 2 or not close(half.terms[function], unit):
+        if function is None or len(half.terms) != 2 or not is_close(half.terms[function], unit):
             return None
         name, factor, inner = function.parts
         cubed = self.expressions.product({gate: 3.0}, gate.size)
         if name != "TANH" or set(inner.terms) != {gate, cubed}:
             return None
         scale, cube = inner.terms[gate] * factor / _GELU_SLOPE, inner.terms[cubed] * factor
-        return (scale, 2 * unit) if close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
+        return (scale, 2 * unit) if is_close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
 
 
 def _is_weight(expr: Expr) -> bool:

@@ -35,7 +35,7 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
         intermediate_size=shapes["layers.0.gate_proj"][0],
         vocab_size=vocab_size,
         num_heads=heads.pop(),
-        layers=_layers(walk.layers),
+        layers=_read_layers(walk.layers),
         final_logit_softcap=walk.soft_cap,
         rms_norm_eps=walk.rms_norm_eps,
         hidden_activation=walk.hidden_activation,
@@ -47,17 +47,17 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
     if SLIDING not in config.layer_types or config.sliding_window is not None:
         return config
     if sliding_window is None:
-        sliding_window = _window_elsewhere(config)
+        sliding_window = _find_known_window(config)
     layers = (replace(la, sliding_window=sliding_window) if la.layer_type == SLIDING else la for la in config.layers)
     return replace(config, layers=tuple(layers))
 
 
-def _layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
+def _read_layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
     windows = {layer.window for layer in layers if layer.window is not None}
     if len(windows) > 1:
         raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
     window = next(iter(windows), None)
-    types = _layer_types(layers)
+    types = _choose_layer_types(layers)
     ropes: dict[str, RopeConfig] = {}
     for index, (layer, kind) in enumerate(zip(layers, types, strict=True)):
         rope = read_rope(f"layers.{index}", layer.inverse_frequencies, layer.frequency_rounding, layer.head_dim)
@@ -69,7 +69,7 @@ def _layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
     )
 
 
-def _window_elsewhere(config: DrafterConfig) -> int:
+def _find_known_window(config: DrafterConfig) -> int:
     geometry = known_drafter(config)
     if geometry is None:
         raise UnsupportedError(
@@ -81,7 +81,7 @@ def _window_elsewhere(config: DrafterConfig) -> int:
     return int(geometry["sliding_window"])
 
 
-def _layer_types(layers: Sequence[Layer]) -> list[str]:
+def _choose_layer_types(layers: Sequence[Layer]) -> list[str]:
     """Sliding or full, by what each layer sees; where all see everything, by the caches they read."""
     # Newer runtimes hand the local mask in instead of building it.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]

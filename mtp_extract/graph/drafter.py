@@ -118,7 +118,7 @@ class DrafterWalk(Blocks):
 
     def __init__(self, reading: ReadGraph) -> None:
         super().__init__(reading)
-        self.mixed: dict[str, Expr] = {}  # by layer, what its attention mixes
+        self.mixed_by_layer: dict[str, Expr] = {}  # by layer, what its attention mixes
         self.soft_cap: float | None = None
         self.has_head = False
 
@@ -127,14 +127,14 @@ class DrafterWalk(Blocks):
         """As :func:`walk`."""
         graph = self.graph
         reading = self.reading.require_all()
-        soft_cap, head = self.lm_head(*self.output(LOGITS))
-        if self._walk_stream() is not head:
+        soft_cap, head = self.take_lm_head(*self.read_output(LOGITS))
+        if self._take_stream() is not head:
             self.matched = head
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
         roles = in_order(self.roles)
         masks = Masks(graph, reading.positions)
-        names = (f"layers.{index}" for index in range(len(self.mixed)))
-        layers = tuple(self._layer(name, self.mixed[name], masks) for name in names)
+        names = (f"layers.{index}" for index in range(len(self.mixed_by_layer)))
+        layers = tuple(self._read_layer(name, self.mixed_by_layer[name], masks) for name in names)
         self.matched = None
         caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
         return Walk(
@@ -157,42 +157,42 @@ class DrafterWalk(Blocks):
             RoleError, UnsupportedError: the stream cannot be followed from the projected state to the activations.
         """
         self.reading.require_all()
-        self._walk_stream()
+        self._take_stream()
         with suppress(RoleError):
-            self.soft_cap, _ = self.lm_head(*self.output(LOGITS))
+            self.soft_cap, _ = self.take_lm_head(*self.read_output(LOGITS))
             self.has_head = True
 
-    def _walk_stream(self) -> Expr:
+    def _take_stream(self) -> Expr:
         """Take all roles but the head's; what the post projection reads."""
-        head = self.linear("post_projection", *self.output(PROJECTED))
-        stream, factor = self.norm("final_norm", head)
+        head = self.take_matrix("post_projection", *self.read_output(PROJECTED))
+        stream, factor = self.take_norm("final_norm", head)
         for index in reversed(range(self.count_layers(stream, sums=2))):
-            self.layer_scalar(f"layers.{index}", stream, factor)
-            _, stream, factor = self.attention(f"layers.{index}", stream, self._query)
-        self.require_input("pre_projection", self.linear("pre_projection", stream, factor), ACTIVATIONS)
+            self.take_layer_scalar(f"layers.{index}", stream, factor)
+            _, stream, factor = self.take_attention(f"layers.{index}", stream, self._find_query)
+        self.require_input("pre_projection", self.take_matrix("pre_projection", stream, factor), ACTIVATIONS)
         return head
 
-    def _query(self, name: str, mixed: Expr) -> Expr:
+    def _find_query(self, name: str, mixed: Expr) -> Expr:
         """The normed query of the attention that ``mixed`` is of, which is noted."""
         self.matched = mixed
         attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
-            norms = self.norms_of_values()
+            norms = self.find_norms()
             before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
             if len(before) != 1:
                 raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
             return before.pop()
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
-        self.mixed[name] = mixed
+        self.mixed_by_layer[name] = mixed
         return attention.scores.rotated.query
 
-    def _layer(self, name: str, mixed: Expr, masks: Masks) -> Layer:
+    def _read_layer(self, name: str, mixed: Expr, masks: Masks) -> Layer:
         self.matched = mixed
         attention = self.reading.attentions[mixed]
         scores = attention.scores
         query = scores.rotated.query
-        norm = self.match(query)
+        norm = self.match_norm(query)
         kv_heads, width = heads_and_width(self.graph.inputs[scores.key].tensor.shape, scores.axes)
         if norm is None or width != norm.width or query.size % width:
             raise RoleError(f"{name}: its query and its caches do not fit together.")
@@ -212,5 +212,5 @@ class DrafterWalk(Blocks):
             rounding,
             attention,
             rotation,
-            self.scale_of(query),
+            self.find_scale(query),
         )

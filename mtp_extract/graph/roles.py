@@ -79,11 +79,11 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherCons
         for key, value in graph.constants.items()
         if key not in used
     ]
-    others.extend(_unread(graph, roles))
+    others.extend(_list_unread_constants(graph, roles))
     return tuple(sorted(others, key=lambda entry: (entry.tensor.subgraph, entry.tensor.index)))
 
 
-def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[OtherConstant]:
+def _list_unread_constants(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[OtherConstant]:
     """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
     model, subgraph = graph.model, graph.model.subgraphs[graph.signature.subgraph]
     details = [t.quantization.blockwise for t in subgraph.tensors if t.quantization is not None]
@@ -106,7 +106,7 @@ def _unread(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[OtherCon
         yield OtherConstant(tensor, "none", "scales of blocks" if tensor.index in blocks else "read by no op")
 
 
-def activation_of(value: Value) -> Activation | None:
+def read_activation(value: Value) -> Activation | None:
     """Static quantization of the tensor ``value``, if it is stored as integers."""
     tensor = value.tensors[-1]
     grid = activation_scale(tensor)
@@ -143,7 +143,7 @@ def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
         named = roles_named(names, is_matrix=is_matrix) & roles.keys()
         if constant.role in named:
             confirmed.append(constant.role)
-        elif named and not any(_layers_of(pattern, _pieces(names)) for pattern in roles[constant.role].also_seen):
+        elif named and not any(_layers_of(pattern, _split_names(names)) for pattern in roles[constant.role].also_seen):
             contradicted[constant.role] = tuple(sorted(named))
         else:
             unrecognised.append(constant.role)
@@ -152,7 +152,7 @@ def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
 
 def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
     """The roles of matrices, or of what is none, that one of ``names`` is published for; of any layer."""
-    pieces = _pieces(names)
+    pieces = _split_names(names)
     named = set[str]()
     for template in role_table():
         if (template.kind == MATRIX) == is_matrix:
@@ -161,7 +161,7 @@ def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
     return named
 
 
-def _pieces(names: Iterable[str]) -> list[str]:
+def _split_names(names: Iterable[str]) -> list[str]:
     """Fused operators leave a constant with the names of several, joined by semicolons: each by itself."""
     return [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
 
@@ -172,7 +172,7 @@ def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
     What stands before its ``.*`` is looked for by itself, and so is what stands behind: so each piece is read once, and
     once for all layers.
     """
-    begins, ends = _compiled(pattern)
+    begins, ends = _compile_pattern(pattern)
     layers = set[str]()
     for piece in pieces:
         last = max((match.start() for match in ends.finditer(piece)), default=-1)
@@ -181,7 +181,7 @@ def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
 
 
 @cache
-def _compiled(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _compile_pattern(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """What a pattern begins with, with a group that is the layer, and what it ends with."""
     begins, _, ends = pattern.partition(".*")
     if _LAYER in begins:

@@ -26,19 +26,22 @@ from mtp_extract.graph.rotation import frequencies
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
-_OF_A_COSINE, _OF_AN_ANGLE = 2e-6, 3.5e-8
+_COSINE_TOLERANCE, _ANGLE_TOLERANCE = 2e-6, 3.5e-8
 """How far a cosine may be off, and an angle, as a share of it, that is computed in float32."""
-_OF_OTHER_ROUNDING = 16
+_LAST_BIT_FACTOR = 16
 """How many times as far, where a frequency that is computed, too, is moved by its last bit."""
-_OF_A_FREQUENCY = 2e-7
+_FREQUENCY_TOLERANCE = 2e-7
 """How far a frequency that is computed in float32 may be off, as a share of it: in files of exporters 8.2e-8."""
-_FURTHEST = 0.02
+_LAST_ANGLE_TOLERANCE = 0.02
 """By how much the last angle may be off."""
-_SHARES: dict[TensorType | None, float] = {TensorType.FLOAT16: 2.0**-12 * 1.001, TensorType.BFLOAT16: 2.0**-9 * 1.001}
+_ROUNDING_OF_TYPE: dict[TensorType | None, float] = {
+    TensorType.FLOAT16: 2.0**-12 * 1.001,
+    TensorType.BFLOAT16: 2.0**-9 * 1.001,
+}
 """How far a number below 1 is rounded by a type."""
 _LARGEST_TABLE = 1 << 20
-_SAME_OFFSET = 1e-6
-_WEIGHS_NOTHING = 104.0
+_OFFSET_TOLERANCE = 1e-6
+_WEIGHTLESS_BELOW = 104.0
 """How far below another a score is nothing beside it in float32."""
 _MOST_ROWS = 1 << 11
 _MOST_MASK_NUMBERS = 16
@@ -71,10 +74,12 @@ def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list
 def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
     """Check the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
     slots = layer.rotation.positions.slots
-    doubt, held_in = _rounding(graph, layer.rotation.values)
+    doubt, held_in = _find_rounding(graph, layer.rotation.values)
     rounding = layer.frequency_rounding if held_in else 0.0
     off = np.abs(layer.inverse_frequencies - exact)
-    wrong = (off > exact * _OF_A_FREQUENCY + rounding + _OF_A_COSINE / slots) | (off * slots > _FURTHEST)
+    wrong = (off > exact * _FREQUENCY_TOLERANCE + rounding + _COSINE_TOLERANCE / slots) | (
+        off * slots > _LAST_ANGLE_TOLERANCE
+    )
     if wrong.any():
         worst = int(wrong.argmax())
         raise ProofError(
@@ -84,31 +89,34 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
     frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
     # What is computed of a power or an exponential must not hang on its last bit, which hardware rounds otherwise.
     for last_bits in (0, 1, -1) if computes_with_rounded(graph, layer.rotation.values) else (0,):
-        apart = _apart(layer, frequencies_in_use, doubt, last_bits)
+        apart = _find_difference(layer, frequencies_in_use, doubt, last_bits)
         # Exporters that store a table compute it in float64.
-        if apart and _apart(layer, exact, doubt, last_bits):
+        if apart and _find_difference(layer, exact, doubt, last_bits):
             where = ", on hardware that rounds powers and sines otherwise" if last_bits else ""
             raise ProofError(f"layers.{index}.attention: {apart}{where}.")
     return held_in
 
 
-def _apart(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, last_bits: int) -> str:
+def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, last_bits: int) -> str:
     """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
     for positions, computed in layer.rotation.at(last_bits=last_bits):
         # Positions last, as the graph's own numbers lie in memory.
         angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
-        allowed = np.float32(_OF_A_COSINE + doubt) + np.float32(_OF_AN_ANGLE * (positions[-1] + 1)) * frequencies_in_use
+        allowed = (
+            np.float32(_COSINE_TOLERANCE + doubt)
+            + np.float32(_ANGLE_TOLERANCE * (positions[-1] + 1)) * frequencies_in_use
+        )
         if last_bits:
-            allowed = allowed * np.float32(_OF_OTHER_ROUNDING)
+            allowed = allowed * np.float32(_LAST_BIT_FACTOR)
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             wanted = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():
-                if apart := _first_apart(positions, np.abs(coefficient.T - wanted), allowed):
+                if apart := _describe_first_difference(positions, np.abs(coefficient.T - wanted), allowed):
                     return apart
     return ""
 
 
-def _first_apart(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
+def _describe_first_difference(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
     """The first frequency and position at which a ``difference``, ``[half, positions]``, is more than ``allowed``."""
     wrong = ~(difference.max(1) <= allowed)
     if not wrong.any():
@@ -121,20 +129,20 @@ def _first_apart(positions: Ids, difference: Floats, allowed: npt.NDArray[np.flo
     )
 
 
-def _rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
+def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
     """How far cosines and sines are rounded by their type, and the types of half precision that they are held in."""
     sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
-    tables = _tables(values, sources)
+    tables = _list_tables(values, sources)
     # Converters turn constants of half precision into float32: that all are such is no chance.
-    doubts = [_SHARES[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
+    doubts = [_ROUNDING_OF_TYPE[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
     # What is computed may be rounded to half precision by a CAST before it meets a query.
-    doubts += [_SHARES.get(table.tensor.type, 0.0) for table in tables]
+    doubts += [_ROUNDING_OF_TYPE.get(table.tensor.type, 0.0) for table in tables]
     doubt = max(doubts, default=0.0)
-    types = {source.tensor.type_name for source in sources if source.tensor.type in _SHARES}
+    types = {source.tensor.type_name for source in sources if source.tensor.type in _ROUNDING_OF_TYPE}
     return doubt, " and ".join(sorted(types)) or ("half precision" if doubt else "")
 
 
-def _tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:
+def _list_tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:
     """Those of ``sources`` that ``values`` are taken from, or converted: nothing is computed of them."""
     kinds = {id(source): source.producer.kind for source in sources if source.producer is not None}
     computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
@@ -151,7 +159,7 @@ def _is_half(graph: FlatGraph, table: Value) -> bool:
 # Slots.
 
 
-class SlotsOfLayer:
+class SlotCheck:
     """What the masks of one layer do, to be compared with the config; no score is larger than ``largest``."""
 
     def __init__(self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, largest: float) -> None:
@@ -191,7 +199,7 @@ class SlotsOfLayer:
         attention = self.layer.attention
         of_visible, of_hidden = set[float](), set[float]()
         for cases in each_case:
-            visible, possible = self._visible(cases), self._possible(cases)
+            visible, possible = self._find_visible_slots(cases), self._find_possible_slots(cases)
             # That a window covers what is seen is checked by itself.
             for inside in cases.within.values():
                 possible &= inside | ~visible
@@ -214,7 +222,7 @@ class SlotsOfLayer:
             row = int(np.argmax(bad))
             self._refuse(row, f"it reads slots {first[row]} to {first[row] + size - 1}, and the config sees others")
 
-    def _possible(self, cases: Cases) -> Bools:
+    def _find_possible_slots(self, cases: Cases) -> Bools:
         """Which cases there are, ``[samples, slots]``: runtimes show nothing that is to come, and by a local mask
         nothing beyond its window. A mask that no input holds shows all.
         """
@@ -228,7 +236,7 @@ class SlotsOfLayer:
             possible &= past & (slots > position - self.local_window) | ~cases.shown[MASK_LOCAL]
         return possible
 
-    def _visible(self, cases: Cases) -> Bools:
+    def _find_visible_slots(self, cases: Cases) -> Bools:
         """Which slots the config sees, ``[samples, slots]``."""
         slots = np.arange(self.masks.slots)
         position = cases.positions[:, None]
@@ -246,11 +254,13 @@ class SlotsOfLayer:
         # Softmax ignores a constant that is added to a row.
         base = float(effect.offset.flat[np.argmax(visible)])
         with np.errstate(invalid="ignore"):
-            sound = effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _SAME_OFFSET * max(1, abs(base)))
+            sound = (
+                effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _OFFSET_TOLERANCE * max(1, abs(base)))
+            )
             lowered = base - self.largest - (effect.offset + effect.scored * self.largest)
         for wrong, what in (
             (visible & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
-            (hidden & ~(lowered >= _WEIGHS_NOTHING), "should be hidden, and is not lowered below every score"),
+            (hidden & ~(lowered >= _WEIGHTLESS_BELOW), "should be hidden, and is not lowered below every score"),
         ):
             if wrong.any():
                 row, slot = (int(i) for i in np.argwhere(wrong)[0])

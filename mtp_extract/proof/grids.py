@@ -36,12 +36,12 @@ def list_rounded(graph: FlatGraph, walk: Walk) -> list[dict[str, Any]]:
         kinds.setdefault((of, value.tensor.type_name), []).append(value)
     return [
         {"of": of, "type": name, "count": len(values), "logits": any(id(value) in logits for value in values)}
-        | _extent(values)
+        | _summarize_grids(values)
         for (of, name), values in sorted(kinds.items())
     ]
 
 
-def _extent(values: Sequence[Value]) -> dict[str, Any]:
+def _summarize_grids(values: Sequence[Value]) -> dict[str, Any]:
     """The steps and the shortest range of ``values`` of one type."""
     steps, ranges = list[float](), list[tuple[float, float]]()
     for value in values:
@@ -52,10 +52,13 @@ def _extent(values: Sequence[Value]) -> dict[str, Any]:
         steps.append(activation[0])
         ranges.append(ends)
     narrowest = min(ranges, key=lambda ends: ends[1] - ends[0])
-    return {"steps": [_short(min(steps)), _short(max(steps))], "narrowest": [_short(end) for end in narrowest]}
+    return {
+        "steps": [_round_figure(min(steps)), _round_figure(max(steps))],
+        "narrowest": [_round_figure(end) for end in narrowest],
+    }
 
 
-def _short(number: float) -> float:
+def _round_figure(number: float) -> float:
     """``number`` with three digits: a printed figure, not one to compute with."""
     return float(np.format_float_positional(number, 3, fractional=False))
 

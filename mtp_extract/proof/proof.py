@@ -26,7 +26,7 @@ from mtp_extract.graph.masks import Masks
 from mtp_extract.litertlm.quantized import QuantizedTensor, read_floats
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
-from mtp_extract.proof.attentions import SlotsOfLayer, check_rotations
+from mtp_extract.proof.attentions import SlotCheck, check_rotations
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 
 Read = Callable[[str], Weight]
@@ -35,8 +35,8 @@ Read = Callable[[str], Weight]
 Proof = Mapping[str, Any]
 """What was held, as ``mtp-inspect --graph --json`` prints it; a record keeps what :func:`in_words` says of it."""
 
-_SAME, _ROUNDING = 1e-5, 1e-6
-_KEY_SIZE = 16.0
+_SCALE_TOLERANCE, _NUMBER_TOLERANCE = 1e-5, 1e-6
+_LARGEST_KEY_RMS = 16.0
 """The largest root mean square of a row of K that is reckoned with where its cache is of floats: K is a normalized row
 times a weight, and published weights are below 1.
 """
@@ -54,9 +54,9 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
         CheckpointError: a tensor does not have the size that the config says.
     """
     positions = walk.reading.positions
-    _check_names(walk)
+    _check_cache_names(walk)
     _check_config(walk, config)
-    layouts, largest = _layouts(walk), [_largest_score(graph, walk, i) for i in range(len(walk.layers))]
+    layouts, largest = _list_cache_axes(walk), [_compute_largest_score(graph, walk, i) for i in range(len(walk.layers))]
     rows, alike = _check_slots(graph, walk, config, largest)
     coarse = check_rotations(graph, walk, config)
     _check_tensors(graph.model, walk, config, read)
@@ -71,7 +71,7 @@ def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Pr
     }
 
 
-def _check_names(walk: Walk) -> None:
+def _check_cache_names(walk: Walk) -> None:
     """The runtime fills caches by their names: what a cache is used for must be what it is called."""
     for index, layer in enumerate(walk.layers):
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
@@ -88,8 +88,8 @@ def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: S
     rows_of_layer = []
     for index, layer in enumerate(walk.layers):
         scale = layer.rotation.amplitude / layer.query_factor
-        rows_of_layer.append(SlotsOfLayer(index, layer, config, masks, largest[index] * abs(scale)).check())
-        if not abs(scale / config.attention_scale - 1) <= _SAME:
+        rows_of_layer.append(SlotCheck(index, layer, config, masks, largest[index] * abs(scale)).check())
+        if not abs(scale / config.attention_scale - 1) <= _SCALE_TOLERANCE:
             raise ProofError(
                 f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
                 f"{config.attention_scale:g}."
@@ -97,7 +97,7 @@ def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: S
     return max(rows for rows, _ in rows_of_layer), all(alike for _, alike in rows_of_layer)
 
 
-def _layouts(walk: Walk) -> dict[str, list[int]]:
+def _list_cache_axes(walk: Walk) -> dict[str, list[int]]:
     """Cache input → its axes of KV heads, slots and dimensions, which all layers must agree on."""
     layouts: dict[str, list[int]] = {}
     for index, layer in enumerate(walk.layers):
@@ -109,14 +109,14 @@ def _layouts(walk: Walk) -> dict[str, list[int]]:
     return layouts
 
 
-def _largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
+def _compute_largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     """|q| ≤ √n · the largest weight of its norm; |k| likewise, or as the grid of its cache has it."""
     layer = walk.layers[index]
     role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     row = math.sqrt(layer.head_dim)
     ends = range_of_codes(graph.inputs[layer.key].tensor)
-    key = _KEY_SIZE if ends is None else max(map(abs, ends))
+    key = _LARGEST_KEY_RMS if ends is None else max(map(abs, ends))
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
 
 
@@ -154,9 +154,9 @@ def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
     for first, last in row_ranges(weight):
         written = weight.floats(first, last).reshape(-1)
         begin = first * weight.columns
-        stored = _numbers_of(constant, begin, begin + written.size)
+        stored = _read_numbers(constant, begin, begin + written.size)
         size = np.abs(stored)
-        wrong = ~((np.abs(stored - written) <= np.float32(_ROUNDING) * size) & (size < LARGEST_FACTOR))
+        wrong = ~((np.abs(stored - written) <= np.float32(_NUMBER_TOLERANCE) * size) & (size < LARGEST_FACTOR))
         if wrong.any():
             at = int(wrong.argmax())
             is_huge = size[at] >= LARGEST_FACTOR
@@ -164,7 +164,7 @@ def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
             raise ProofError(f"{name}: number {begin + at} is {stored[at]:.6g} in the graph, {why}.")
 
 
-def _numbers_of(constant: Weight, begin: int, end: int) -> Floats:
+def _read_numbers(constant: Weight, begin: int, end: int) -> Floats:
     """Elements ``[begin, end)`` of a constant, flat, as its file stores their scales."""
     if isinstance(constant, Constant) and not constant.folded:
         return unfold_factor(constant.source.floats(begin, end), constant.factor)
