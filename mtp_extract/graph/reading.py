@@ -1,8 +1,8 @@
-"""One pass over the graph, forwards: every value that an activation or a cache decides gets a form, or is refused.
+"""Read the graph in one forward pass: give each value that depends on an activation or a cache a form, or refuse it.
 
-Outside of attentions the form is ``factor × expression`` (:mod:`mtp_extract.graph.expressions`), inside it is one of
-:mod:`mtp_extract.graph.forms`. An operator that makes neither of its operands is refused by its name. Being read is the
-proof that the graph computes what the forms say: what is left open are numbers, which :mod:`mtp_extract.proof` checks.
+Outside attentions the form is ``factor × expression`` (:mod:`mtp_extract.graph.expressions`), inside it is one of
+:mod:`mtp_extract.graph.forms`. An operator whose result has no such form is refused by its name. So a graph that was
+read computes what its forms say; only the numbers are left open, and :mod:`mtp_extract.proof` checks those.
 """
 
 from __future__ import annotations
@@ -41,35 +41,38 @@ from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
 
 _LARGEST_IN_HALF = 64.0
-"""How many times larger or smaller FLOAT16 may hold a value: ordinary numbers neither leave it so nor vanish in it."""
-_NEVER_REACHED = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
-"""Operators and what their bound times this is at least, where no number of a drafter reaches it."""
-_OPERANDS = {
+"""Scaled by at most this factor or its inverse, values of ordinary size neither overflow nor vanish in FLOAT16."""
+_UNREACHED_BOUNDS = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
+"""A bound changes nothing if bound × this number ≥ 1: it is beyond ±1e30, which no value of a drafter reaches."""
+_OPERAND_COUNTS = {
     **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "SOFTMAX", "LOGICAL_NOT"), 1),
     **dict.fromkeys(("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "EQUAL", "BATCH_MATMUL", *REDUCTIONS), 2),
     **dict.fromkeys(CONVERSIONS, 1),
     **dict.fromkeys(SELECTIONS, 3),
 }
-"""How many operands an operator has, of those that have a number of them."""
+"""How many operands an operator takes; operators that take any number are absent."""
 
 COMPUTED_BY_SCALES = frozenset(
     ("ADD", "SUB", "MUL", "DIV", "SQRT", "RSQRT", "TANH", "GELU", "SUM", "MEAN", "SOFTMAX", "BATCH_MATMUL")
 )
-"""Operators whose kernels compute with what codes stand for; MINIMUM, MAXIMUM, NEG and selections take the codes
-themselves (LiteRT 2.3.0, as tests/graph/test_codes.py shows).
+"""Operators whose kernels dequantize their operands; MINIMUM, MAXIMUM, NEG and selections compute with the codes
+themselves (LiteRT 2.3.0; tests/graph/test_codes.py).
 """
 
-_MOST_ELEMENTS = 1 << 17
-# By how much a number may change with the last bits of what it is computed of, as a share of it.
-_OTHER_ROUNDING = 1e-5
+_LARGEST_CONSTANT = 1 << 17
+_ROUNDING_TOLERANCE = 1e-5
+"""Relative change of a computed constant that is allowed when last bits of intermediate results change."""
 _LARGEST_AXIS = 1 << 20
 _MOST_TOLD_APART = 1 << 20
-"""Elements of the largest value whose elements are looked at one by one where not all is read: no cache of a base."""
+"""Elements of the largest value that is followed element by element in a graph that is not read strictly. Caches of
+a base are larger.
+"""
 
 
 def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True) -> ReadGraph:
-    """Read what ``outputs`` of ``graph`` are computed of, operator by operator; where one is refused, all before it was
-    read, and the error is the ``refusal``.
+    """Read the operators that ``outputs`` depend on, in execution order.
+
+    Stops at the first operator that is refused and stores its error as :attr:`ReadGraph.refusal`; raises nothing.
     """
     reading = ReadGraph(graph, strict)
     try:
@@ -78,8 +81,8 @@ def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True)
         for node in graph.nodes:
             if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
                 reading.current = node
-                for value, form in zip(node.outputs, _read(reading, node), strict=True):
-                    _note(reading, value, form)
+                for value, form in zip(node.outputs, _read_operator(reading, node), strict=True):
+                    _store_form(reading, value, form)
     except MtpExtractError as refusal:
         reading.refusal = refusal
     else:
@@ -90,51 +93,52 @@ def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True)
 def _read_inputs(reading: ReadGraph) -> None:
     inputs = reading.graph.inputs
     caches = caches_of(inputs)
-    # Caches of more slots than any are refused before all else.
+    # Refuses caches with too many slots before anything is allocated for them.
     _ = reading.positions
     for name, value in inputs.items():
         is_data = bool(value.depends & Depends.DATA)
         shape = value.tensor.shape
         if is_data and shape and not 0 < min(shape) <= max(shape) <= _LARGEST_AXIS:
-            raise UnsupportedError(f"The input {value.label} is empty, or larger than any of a drafter.")
+            raise UnsupportedError(f"The input {value.label} is empty, or larger than any input of a drafter.")
         if name in caches and reading.strict:
             reading.forms[id(value)] = Cache(name, View.of_shape(range(4), shape))
         elif _is_too_large(reading, value):
-            reading.forms[id(value)] = _undivided(reading, "input", value, name)
+            reading.forms[id(value)] = _make_undivided_term(reading, "input", value, name)
         elif is_data and value.consumers:
             if has_few_bits(value.tensor):
                 reading.rounded.append(value)
-            _note(reading, value, reading.expressions.vector("input", name, size=value.tensor.elements))
+            _store_form(reading, value, reading.expressions.vector("input", name, size=value.tensor.elements))
 
 
-def _read(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
+def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     try:
         with computing(node.op.label):
-            forms = _read_operator(reading, node)
+            forms = _compute_forms(reading, node)
     except UnreadableError as why:
         if not reading.strict:
-            return tuple(_unread(reading, value, str(why)) for value in node.outputs)
-        reason = f"{why}; this release knows no drafter with such an operator there."
-        raise refused(node, reason) from None
+            return tuple(_make_unread_term(reading, value, str(why)) for value in node.outputs)
+        raise refused(node, f"{why}; this release knows no drafter with such an operator there.") from None
     if node.kind not in LAYOUT:
         reading.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
     return forms
 
 
-def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
+def _compute_forms(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     if any(value is not None and _is_too_large(reading, value) for value in (*node.inputs, *node.outputs)):
         raise UnreadableError(f"computes with more than {_MOST_TOLD_APART} elements at once")
     if node.kind == PRODUCT and not node.operand(1).depends:
         return (_multiply_matrix(reading, node),)
     _check_operands(node)
-    places = _data_operands(node)
-    operands = [_operand(reading, v) if i in places else v for i, v in enumerate(node.inputs) if v is not None]
+    places = _list_number_operands(node)
+    operands = [_find_form(reading, v) if i in places else v for i, v in enumerate(node.inputs) if v is not None]
+
     if not all(isinstance(reading.forms.get(id(value)), Term) for value in node.inputs if value and value.depends):
         if not reading.strict:
             raise UnreadableError("brings an activation together with a mask or the position")
         return read_inside(reading, node, operands)
     if node.op.activation:
         raise UnreadableError("cuts off an activation by its fused function")
+
     terms = list[Term]()
     for place in places[: len(operands)]:
         operand = operands[place]
@@ -143,40 +147,40 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
         assert isinstance(operand, Term)
         terms.append(operand)
     if node.kind in LAYOUT:
-        return _move(reading, node, operands, terms)
-    return (_compute(reading, node, *(terms * 2)[:2]),)
+        return _move_elements(reading, node, operands, terms)
+    return (_compute_term(reading, node, *(terms * 2)[:2]),)
 
 
-# Values whose elements are not looked at one by one, as time and memory have it.
+# Values that are not followed element by element.
 
 
 def _is_too_large(reading: ReadGraph, value: Value) -> bool:
     return not reading.strict and bool(value.depends & Depends.DATA) and value.tensor.elements > _MOST_TOLD_APART
 
 
-def _undivided(reading: ReadGraph, kind: str, value: Value, *parts: object) -> Term:
-    """A value whose elements are not told apart; no operator on it is read."""
+def _make_undivided_term(reading: ReadGraph, kind: str, value: Value, *parts: object) -> Term:
+    """Return a term whose element numbers are all −1; no operator on it can be read."""
     expr = reading.expressions.expr(kind, *parts, size=value.tensor.elements)
     return Term(1.0, expr, np.broadcast_to(np.int64(-1), value.tensor.shape))
 
 
-def _unread(reading: ReadGraph, value: Value, why: str) -> Term:
+def _make_unread_term(reading: ReadGraph, value: Value, why: str) -> Term:
     if _is_too_large(reading, value):
-        return _undivided(reading, "unread", value, value, why)
+        return _make_undivided_term(reading, "unread", value, value, why)
     term = reading.expressions.vector("unread", value, why, size=value.tensor.elements)
     return replace(term, ids=term.ids.reshape(value.tensor.shape))
 
 
-# What is noted of a value.
+# Forms of values.
 
 
-def _note(reading: ReadGraph, value: Value, form: Form) -> None:
+def _store_form(reading: ReadGraph, value: Value, form: Form) -> None:
     if not _is_too_large(reading, value):
-        _check_stored(reading, value, form)
+        _check_storage(reading, value, form)
         if isinstance(form, Term):
             form = replace(form, ids=form.ids.reshape(value.tensor.shape))
             if not 1 / LARGEST_FACTOR < abs(form.factor) < LARGEST_FACTOR:
-                raise UnsupportedError(f"{value.label} is {form.factor:g} times a value of a drafter.")
+                raise UnsupportedError(f"{value.label} is {form.factor:g} times a value of ordinary size.")
             if form.is_complete:
                 reading.first.setdefault(form.expr, (value, form.factor))
                 if form.numbers:
@@ -186,24 +190,25 @@ def _note(reading: ReadGraph, value: Value, form: Form) -> None:
     reading.forms[id(value)] = form
 
 
-def _check_stored(reading: ReadGraph, value: Value, form: Form) -> None:
-    """Check that the shape and type of ``value`` are those of ``form``."""
+def _check_storage(reading: ReadGraph, value: Value, form: Form) -> None:
+    """Raise if the tensor of ``value`` has another shape than ``form``, or a type that cannot hold it."""
     tensor = value.tensor
     shape = operand_shape(form)
     if value.producer is not None and shape != tuple(tensor.shape):
-        raise RoleError(f"{value.label} is computed as {list(shape)}: the file is damaged.")
+        raise RoleError(f"{value.label} is computed with the shape {list(shape)}: the file is damaged.")
     holds_numbers = tensor.type in FLOAT_TYPES or activation_scale(tensor) is not None
     if isinstance(form, Term | QueryTerms) and reading.strict and not holds_numbers:
         raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
-    if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= _factor_of(form) <= _LARGEST_IN_HALF:
+    magnitude = _compute_magnitude(form)
+    if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= magnitude <= _LARGEST_IN_HALF:
         raise UnsupportedError(
-            f"{value.label} holds {_factor_of(form):g} times a value of a drafter as FLOAT16, in which numbers of "
-            "ordinary size overflow or vanish so: that is more than rounding."
+            f"{value.label} holds {magnitude:g} times a value of ordinary size as FLOAT16, where it overflows or "
+            "vanishes: that is more than rounding."
         )
 
 
-def _factor_of(form: Form) -> float:
-    """How many times larger than a value of ordinary size ``form`` is."""
+def _compute_magnitude(form: Form) -> float:
+    """Return the largest factor by which ``form`` multiplies a value of ordinary size."""
     if isinstance(form, Term | Cache):
         return abs(form.factor)
     rotated = form.scores.rotated if isinstance(form, ScoreView) else form
@@ -213,27 +218,27 @@ def _factor_of(form: Form) -> float:
 # Operands.
 
 
-def _data_operands(node: Node) -> tuple[int, ...]:
-    """The places of operands that hold numbers; the others say axes, shapes and offsets."""
+def _list_number_operands(node: Node) -> tuple[int, ...]:
+    """Return the positions of operands that hold numbers; the others hold axes, shapes and offsets."""
     places = (0,) if node.kind in REDUCTIONS else tuple(range(len(node.inputs)))
     return LAYOUT.get(node.kind, places)
 
 
 def _check_operands(node: Node) -> None:
-    """As many operands as the operator has, and one type of numbers on both sides, as LiteRT wants them."""
-    count = _OPERANDS.get(node.kind, len(node.inputs))
+    """Raise UnreadableError unless ``node`` has as many operands as its kernel takes, and one type of numbers."""
+    count = _OPERAND_COUNTS.get(node.kind, len(node.inputs))
     if len(node.inputs) != count or None in node.inputs:
         raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
     if node.kind in (*CONVERSIONS, PRODUCT, "BATCH_MATMUL"):
         return
-    operands = [node.operand(place) for place in _data_operands(node) if place < count]
+    operands = [node.operand(place) for place in _list_number_operands(node) if place < count]
     if node.kind in SELECTIONS:
         condition = operands[0]
         if condition.tensor.type_name != "BOOL":
             raise UnreadableError(f"chooses by {condition.tensor.type_name}")
         operands = [value for value in operands if value is not condition]
     types = {value.tensor.type_name for value in operands}
-    # What a comparison makes is of another type than what it compares.
+    # A comparison has a BOOL result, whatever it compares.
     types |= {result.tensor.type_name for result in node.outputs} - {"BOOL"}
     if len(types) > 1:
         raise UnreadableError(f"mixes {' and '.join(sorted(types))}")
@@ -241,7 +246,10 @@ def _check_operands(node: Node) -> None:
 
 
 def _check_codes(node: Node, operands: Sequence[Value]) -> None:
-    """Codes are moved, or chosen between where their scales are the same; else a kernel has to ask for their scales."""
+    """Raise UnreadableError if ``node`` takes integer codes for the numbers they stand for.
+
+    Codes may be moved, or selected if all have one scale; any other kernel must use their scales.
+    """
     tensors = [value.tensor for value in (*operands, *node.outputs)]
     if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
         return
@@ -251,29 +259,28 @@ def _check_codes(node: Node, operands: Sequence[Value]) -> None:
         raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
 
 
-def _operand(reading: ReadGraph, value: Value) -> Operand:
-    """The form of an operand that holds numbers, or itself where it has none."""
-    if id(value) not in reading.forms and not value.depends:
-        constant = _constant(reading, value)
-        if constant is not None:
-            reading.forms[id(value)] = constant
+def _find_form(reading: ReadGraph, value: Value) -> Operand:
+    """Return the form of an operand that holds numbers; the value itself if it has no form."""
+    if id(value) not in reading.forms and not value.depends and (constant := _read_constant(reading, value)):
+        reading.forms[id(value)] = constant
     return reading.forms.get(id(value), value)
 
 
-def _constant(reading: ReadGraph, value: Value) -> Term | None:
-    """A constant: one number, computed exactly as the file's types say, or a stored vector times a number. None where
-    it is large, holds no numbers, or is computed otherwise.
+def _read_constant(reading: ReadGraph, value: Value) -> Term | None:
+    """Return a constant as one number, computed in the file's types, or as a stored vector times a number.
+
+    None if the constant is large, holds no numbers, or is computed in another way.
     """
     tensor = value.tensor
-    if not 0 < tensor.elements <= _MOST_ELEMENTS or tensor.type not in NUMBER_TYPES:
+    if not 0 < tensor.elements <= _LARGEST_CONSTANT or tensor.type not in NUMBER_TYPES:
         return None
     if tensor.elements == 1:
         number = float(evaluate(reading.graph, {}, [value])[0].reshape(-1)[0])
         if computes_with_rounded(reading.graph, [value]):
             for last_bits in (1, -1):
-                other = float(evaluate(reading.graph, {}, [value], last_bits=last_bits)[0].reshape(-1)[0])
-                if not math.isclose(number, other, rel_tol=_OTHER_ROUNDING):
-                    raise UnreadableError(f"computes {number:.6g}, and {other:.6g} on hardware that rounds otherwise")
+                rounded = float(evaluate(reading.graph, {}, [value], last_bits=last_bits)[0].reshape(-1)[0])
+                if not math.isclose(number, rounded, rel_tol=_ROUNDING_TOLERANCE):
+                    raise UnreadableError(f"computes {number:.6g}, and {rounded:.6g} on hardware that rounds otherwise")
         stored = source_through(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
         return replace(reading.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
     if value.producer is None:
@@ -281,7 +288,7 @@ def _constant(reading: ReadGraph, value: Value) -> Term | None:
         return Term(1.0, reading.expressions.expr("weight", value, size=tensor.elements), ids)
     if tensor.type not in FLOAT_TYPES or value.producer.kind == "GATHER":
         return None
-    (form,) = _read(reading, value.producer)
+    (form,) = _read_operator(reading, value.producer)
     return form if isinstance(form, Term) else None
 
 
@@ -290,69 +297,72 @@ def _constant(reading: ReadGraph, value: Value) -> Term | None:
 
 def _multiply_matrix(reading: ReadGraph, node: Node) -> Term:
     if node.operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
-        raise UnreadableError("makes numbers of another type, or of more than a matrix and a bias")
+        raise UnreadableError(
+            "has a result of another type than its operand, or more operands than a matrix and a bias"
+        )
     weight = weight_of(reading.graph, node)
     between = (value for value in ancestors(node.operand(1)) if value.producer is not None)
     reading.rounded += [value for value in between if has_few_bits(value.tensor)]
-    read = _operand(reading, node.operand(0))
-    if not isinstance(read, Term):
+
+    term = _find_form(reading, node.operand(0))
+    if not isinstance(term, Term):
         raise UnreadableError("multiplies by a matrix what an attention has not mixed yet, or what a position decides")
-    shape = product_of(reading.graph, node, weight, tuple(read.ids.shape))
+    shape = product_of(reading.graph, node, weight, tuple(term.ids.shape))
     size = math.prod(shape)
-    inner = reading.expressions.part(read.expr, read.ids.reshape(-1))
+    inner = reading.expressions.part(term.expr, term.ids.reshape(-1))
     expr = reading.expressions.expr("matrix", weight, inner, size=size)
     reading.products.setdefault(expr, node)
-    return Term(read.factor, expr, np.arange(size).reshape(shape), read.numbers)
+    return Term(term.factor, expr, np.arange(size).reshape(shape), term.numbers)
 
 
-def _move(reading: ReadGraph, node: Node, operands: Sequence[Operand], terms: Sequence[Term]) -> tuple[Form, ...]:
+def _move_elements(
+    reading: ReadGraph, node: Node, operands: Sequence[Operand], terms: Sequence[Term]
+) -> tuple[Form, ...]:
     if node.kind not in KERNELS:
         raise UnreadableError("is none that a drafter needs")
     if len({term.expr for term in terms}) > 1:
         raise UnreadableError("joins what a drafter does not")
     if len({term.factor for term in terms}) > 1:
-        # Half of a query and the other half negated.
+        # RoPE joins half of a query with the other half, negated.
         if not reading.strict:
             raise UnreadableError("joins what has different factors")
         return read_inside(reading, node, operands)
-    scales = {activation_scale(node.operand(place).tensor) for place in _data_operands(node)[: len(operands)]}
+    scales = {activation_scale(node.operand(place).tensor) for place in _list_number_operands(node)[: len(operands)]}
     if scales - {activation_scale(node.outputs[0].tensor)}:
         raise UnreadableError("hands codes on with another scale")
     return tuple(replace(terms[0], ids=ids) for ids in moved(reading.graph, node, (term.ids for term in terms)))
 
 
-def _compute(reading: ReadGraph, node: Node, first: Term, other: Term) -> Term:
-    """What ``node`` computes of two operands, or of one, which is both."""
+def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> Term:
+    """Return the result of ``node``, element by element; an operator of one operand gets it as both."""
     expressions = reading.expressions
-    number = expressions.number_of(other)
+    number = expressions.number_of(second)
     match node.kind:
         case "ADD" | "SUB":
-            return expressions.add(first, other, -1.0 if node.kind == "SUB" else 1.0)
+            return expressions.add(first, second, -1.0 if node.kind == "SUB" else 1.0)
         case "NEG":
             return replace(first, factor=-first.factor)
         case "MUL":
-            return expressions.multiply(first, other)
+            return expressions.multiply(first, second)
         case "SQUARE":
             return expressions.multiply(first, first)
         case "SQRT" | "RSQRT":
             return expressions.power(first, 0.5 if node.kind == "SQRT" else -0.5)
         case "DIV" if number:
-            return replace(first, factor=first.factor / number, numbers=(*first.numbers, *other.numbers))
+            return replace(first, factor=first.factor / number, numbers=(*first.numbers, *second.numbers))
         case "DIV":
-            return expressions.multiply(first, expressions.power(other, -1.0))
+            return expressions.multiply(first, expressions.power(second, -1.0))
         case "POW" if number is not None:
             return expressions.power(first, number)
-        case "MINIMUM" | "MAXIMUM" if (number or 0) * _NEVER_REACHED[node.kind] >= 1:
-            # A bound that no number of a drafter reaches changes nothing.
+        case "MINIMUM" | "MAXIMUM" if (number or 0) * _UNREACHED_BOUNDS[node.kind] >= 1:
             return first
         case "TANH" | "GELU":
             is_approximate = node.kind == "GELU" and Call(reading.graph, node).option(0, "?", False)
             name = "GELU_TANH" if is_approximate else node.kind
-            return Term(
-                1.0, expressions.expr("function", name, first.factor, first.expr, size=first.expr.size), first.ids
-            )
+            expr = expressions.expr("function", name, first.factor, first.expr, size=first.expr.size)
+            return Term(1.0, expr, first.ids)
         case "SUM" | "MEAN":
-            return _sum(reading, node, first)
+            return _sum_groups(reading, node, first)
         case "QUANTIZE" | "DEQUANTIZE" | "CAST":
             return _convert(reading, node, first)
     raise UnreadableError("is none that a drafter needs")
@@ -363,12 +373,12 @@ def _convert(reading: ReadGraph, node: Node, term: Term) -> Term:
         types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
         raise UnreadableError(f"turns {types}, and not into the same numbers")
     if node.kind == "QUANTIZE" and reading.expressions.is_constant(term):
-        # A quantizer stores a constant's codes; what an operator rounds or cuts off is no longer the constant.
+        # A quantizer would have stored the codes; a constant that is rounded when the graph runs is another constant.
         raise UnreadableError("rounds a constant to codes")
     return term
 
 
-def _sum(reading: ReadGraph, node: Node, term: Term) -> Term:
+def _sum_groups(reading: ReadGraph, node: Node, term: Term) -> Term:
     rank = term.ids.ndim
     axes = {axis_of(axis, rank) for axis in ints(reading.graph.integers(node.operand(1)))}
     if axes != {rank - 1} or not term.is_complete:
