@@ -1,4 +1,4 @@
-"""Which constant of a base's graphs plays which role: decoder and embedders, taken apart from their results.
+"""Find which constant of a base's graphs plays which role, in decoder and embedders, from results to inputs.
 
 ::
 
@@ -10,14 +10,14 @@
     projected    ← per_layer_projection_norm(per_layer_model_projection(embeddings) / √width)
     caches       ← k_norm(k_proj(x)) with RoPE, v_proj(x) normed;  x is the normed stream of the layer that owns them
 
-Three roots belong to the per-layer embeddings: √P on the table's rows, 1/√width on what the model projection makes, and
-1/√2 on their sum. Exporters put √P into the embedder, the decoder or the table's scales: the graph says where. The
-other two are followed by a norm, which takes any factor away, so that they may as well be left out, or lie in a
-matrix's scales: what the graph cannot say is noted as :attr:`FoundRole.other_factors`.
+Three roots belong to the per-layer embeddings: √P on the table's rows, 1/√width on the result of the model projection,
+and 1/√2 on their sum. Exporters put √P into the embedder, the decoder or the table's scales; the graph tells where. The
+other two are followed by a norm, which cancels any factor: exporters may leave them out or fold them into a matrix's
+scales, and the graph cannot tell. Then :attr:`FoundRole.other_factors` lists what else the factor may be.
 
-The signature that computes logits of the fewest tokens is read so. What an attention computes between its projections
-(RoPE, window, mask) is not looked at: weights are found here, not proven to be used alike. Other signatures read the
-same constants; there a weight is known by the bytes that it shares.
+This is read from the signature that computes logits of the fewest tokens. What an attention computes between its
+projections (RoPE, window, mask) is not checked: weights are found here, their use is not proven. Other signatures share
+the constants, so there a weight is recognized by its place in the file.
 """
 
 from __future__ import annotations
@@ -48,47 +48,45 @@ BASE_ACTIVATIONS = "activations"
 _KEYS, _VALUES = "kv_cache_k_", "kv_cache_v_"
 
 _FACTOR_TOLERANCE = 4e-3
-"""How far factors such as √width may be off: exporters compute them in bfloat16 at the coarsest."""
+"""Relative error that factors such as √width may have: the coarsest exporters compute them in bfloat16."""
 _HALF_ROOT = 2**-0.5
-"""Of the sum of two values, each of which is of ordinary size."""
+"""The factor on the sum of two values of ordinary size."""
 _NORMED = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "per_layer_projection", "per_layer_model_projection")
 )
-"""Matrices whose product is normed."""
+"""Matrices whose product is normalized, which cancels any factor on it."""
 _MOST_TABLES = 1024
 _UPDATE = "DYNAMIC_UPDATE_SLICE"
 _LARGEST_NUMBER = 1 << 11
-"""Elements of the largest constant between the weights: a table of RoPE, a vector of ones."""
+"""Elements of the largest constant that is no weight: a RoPE table, a vector of ones."""
 _LARGEST_COMPARED = 1 << 14
-"""Elements of the largest constant that is known by its numbers: a norm, as wide as the stream."""
+"""Elements of the largest constant that is recognized by its numbers: a norm's weight, as wide as the stream."""
 
 
 @dataclass(frozen=True)
 class BaseWalk:
-    """What the graph of one signature says of the base's weights."""
+    """Roles and geometry of the base in the graph of one signature."""
 
     roles: tuple[FoundRole, ...]
     aside: tuple[OtherConstant, ...]
     layers: int
     width: int  # of the residual stream
-    soft_cap: float | None  # of the logits; None without one, or without logits
-    rms_norm_eps: float | None  # of every norm; None in an embedder
-    per_layer_factor: float = 1.0  # by which a decoder multiplies the per-layer embeddings, beside their projection
+    soft_cap: float | None  # on the logits; None without one, or without logits
+    rms_norm_eps: float | None  # None in an embedder
+    per_layer_factor: float = 1.0  # the decoder's factor on the per-layer embeddings, relative to their projection
 
 
 def read_first(model: TfliteModel) -> Signature:
-    """The signature of a decoder that says most: it computes logits, of the fewest tokens; a RoleError if none computes
-    logits of embeddings.
-    """
+    """Return the signature that computes logits of the fewest tokens; raise RoleError if there is none."""
     candidates = [s for s in model.signatures if BASE_LOGITS in s.outputs and EMBEDDINGS in s.inputs]
     if not candidates:
-        raise RoleError(f"No signature computes {BASE_LOGITS!r} of {EMBEDDINGS!r}: this is no decoder of a base.")
+        raise RoleError(f"No signature computes {BASE_LOGITS!r} of {EMBEDDINGS!r}: this is not the decoder of a base.")
     return min(candidates, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
 
 
 @computing("The graph")
 def walk_base(graph: FlatGraph) -> BaseWalk:
-    """Find every role in the graph of a decoder's signature that computes logits.
+    """Find every role in the graph of a decoder's signature, which has to compute logits.
 
     Raises:
         RoleError: a role is missing, or a constant is left over.
@@ -103,15 +101,13 @@ class _BaseReader(Blocks):
     def __init__(self, graph: FlatGraph) -> None:
         outputs = [name for name in (BASE_LOGITS, BASE_ACTIVATIONS) if name in graph.outputs]
         super().__init__(read_graph(graph, (*outputs, *_list_caches(graph)), strict=False).require_all())
-        # By K cache, the first layer that reads it: layers are taken from the last to the first.
-        self.first_readers: dict[str, int] = {}
-        # By layer, the embedding of its own that it reads.
-        self.own_embeddings: dict[int, Expr] = {}
-        self.layer_of_input: dict[Expr, int] = {}
+        self.first_readers: dict[str, int] = {}  # K cache → the first layer that reads it
+        self.layer_embeddings: dict[int, Expr] = {}  # layer → its part of the per-layer embeddings
+        self.layer_of_normed: dict[Expr, int] = {}  # normed stream → the layer whose projections read it
         self.per_layer_factor = 1.0
         self.cache_writers = _find_cache_writers(graph)
         self.norms = self.find_norms()
-        # Caches alone: the scores of a window are written by the same operator.
+        # Only of caches: DYNAMIC_UPDATE_SLICE also writes the scores of a window.
         updated = (value for node in self.cache_writers.values() for value in node.outputs)
         self.stops = frozenset({*self.norms, *map(id, updated)})
 
@@ -121,14 +117,16 @@ class _BaseReader(Blocks):
         stream, factor = self.take_norm("final_norm", head)
         if BASE_ACTIVATIONS in graph.outputs and self.read_output(BASE_ACTIVATIONS)[0] is not head:
             raise RoleError(f"The output {BASE_ACTIVATIONS!r} is not what lm_head reads.")
+
         count = self.count_layers(stream, sums=3 if PER_LAYER in graph.inputs else 2)
         for index in reversed(range(count)):
             stream, factor = self._take_layer(index, stream, factor)
         self.require_input("layers.0", stream, EMBEDDINGS)
-        if self.own_embeddings:
+        if self.layer_embeddings:
             self._take_per_layer_inputs()
         for key, first in self.first_readers.items():
             self._take_keys_and_values(key, first)
+
         roles = in_order([_allow_factor_of_one(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
         return BaseWalk(
@@ -136,19 +134,19 @@ class _BaseReader(Blocks):
         )
 
     def _take_layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
-        """Take the roles of the layer whose result is ``factor × out``; the stream below it, and its factor."""
+        """Take the layer whose result is ``factor × out``, and return the stream below it and that stream's factor."""
         name = f"layers.{index}"
         self.take_layer_scalar(name, out, factor)
         if PER_LAYER in self.graph.inputs:
             out = self._take_per_layer_branch(index, out)
-        fed, stream, below = self.take_attention(name, out, self._find_query)
-        self.layer_of_input[fed] = index
+        normed, stream, below = self.take_attention(name, out, self._find_query)
+        self.layer_of_normed[normed] = index
         return stream, below
 
-    # The embedding that each layer has of its own.
+    # Per-layer embeddings.
 
     def _take_per_layer_branch(self, index: int, out: Expr) -> Expr:
-        """The branch that adds the layer's own embedding of the token; returns the stream before it."""
+        """Take the branch that adds the layer's embedding of the token, and return the stream before it."""
         name = f"layers.{index}"
         branch, middle, factor = self.split_residual(name, out)
         product, norm_factor = self.take_norm(f"{name}.post_per_layer_norm", branch)
@@ -156,12 +154,16 @@ class _BaseReader(Blocks):
             raise RoleError(
                 f"{name}.per_layer_projection: expected a product with a matrix, found {self.describe(product)}."
             )
-        gate, scale, own_embedding, share = self.split_gated_product(f"{name}.per_layer_gate", product.parts[1])
-        self.own_embeddings[index] = own_embedding
-        after = abs(norm_factor * share * self._find_common_factor(own_embedding))
-        is_halved = math.isclose(after, _HALF_ROOT, rel_tol=_FACTOR_TOLERANCE)
-        if not is_halved and not math.isclose(after, 1.0, rel_tol=_FACTOR_TOLERANCE):
-            raise RoleError(f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} after it, found {after:g}.")
+
+        gate, scale, embedding, share = self.split_gated_product(f"{name}.per_layer_gate", product.parts[1])
+        self.layer_embeddings[index] = embedding
+        sum_factor = abs(norm_factor * share * self._find_sum_factor(embedding))
+        is_halved = _is_near(sum_factor, _HALF_ROOT)
+        if not is_halved and not _is_near(sum_factor, 1.0):
+            raise RoleError(
+                f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} on their sum with the projection, found "
+                f"{sum_factor:g}."
+            )
         self.take_matrix(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
         if not is_halved:
             self.roles[-1] = replace(self.roles[-1], other_factors=(_HALF_ROOT,))
@@ -169,50 +171,51 @@ class _BaseReader(Blocks):
             raise RoleError(f"{name}.per_layer_gate: it does not read the residual stream.")
         return middle
 
-    def _find_common_factor(self, own_embedding: Expr) -> float:
-        """What the sum is multiplied by that a layer's own embedding is a part of."""
-        total = own_embedding.parts[0] if own_embedding.kind == "part" else own_embedding
+    def _find_sum_factor(self, embedding: Expr) -> float:
+        """Return the factor on the sum of the two per-layer embeddings that ``embedding`` is a part of."""
+        total = embedding.parts[0] if embedding.kind == "part" else embedding
         factors = (factor / self.find_scale(e) for e, factor in total.terms.items() if e.kind != "input")
         return next(factors, 1.0)
 
     def _take_per_layer_inputs(self) -> None:
-        """What the layers' slices are of: the projection of the embeddings plus the per-layer embeddings."""
-        totals = {part.parts[0] if part.kind == "part" else part for part in self.own_embeddings.values()}
+        """Take the projection of the embeddings, whose sum with the per-layer embeddings the layers take parts of."""
+        totals = {part.parts[0] if part.kind == "part" else part for part in self.layer_embeddings.values()}
         total = totals.pop()
         if totals or total.kind != "sum" or len(total.terms) != 2:
-            raise RoleError("The layers take their own embeddings from different values; expected one sum.")
-        for index, part in sorted(self.own_embeddings.items()):
+            raise RoleError("The layers take their per-layer embeddings from different values; expected one sum.")
+        for index, part in sorted(self.layer_embeddings.items()):
             chosen = part.chosen if part.kind == "part" else np.arange(part.size)
             if not np.array_equal(chosen, np.arange(index * part.size, (index + 1) * part.size)):
                 raise RoleError(
                     f"layers.{index}: expected the part of the per-layer embeddings at {index * part.size}, found "
                     f"{chosen[0]}."
                 )
+
         projected, norm_factor = self.take_norm("per_layer_projection_norm", self._find_normed_summand(total))
         factor = self.graph.inputs[EMBEDDINGS].tensor.shape[-1] ** -0.5
         role = "per_layer_model_projection"
-        read = self.take_matrix(role, projected, norm_factor, meant=factor)
+        operand = self.take_matrix(role, projected, norm_factor, meant=factor)
         stored = self.roles[-1].factor
         # The exporter may have multiplied the weight, or its scales, by the factor.
-        if not any(math.isclose(stored, allowed, rel_tol=_FACTOR_TOLERANCE) for allowed in (1.0, factor)):
+        if not any(_is_near(stored, allowed) for allowed in (1.0, factor)):
             raise RoleError(f"{role}: expected the factor {factor:g} after it, found {factor / stored:g}.")
-        self.require_input(role, read, EMBEDDINGS)
+        self.require_input(role, operand, EMBEDDINGS)
 
-    def _find_normed_summand(self, root: Expr) -> Expr:
-        """What the per-layer embeddings are added to in the sum ``root``; the factor that they have there is noted."""
-        table = next((e for e in root.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
-        normed = next(e for e in root.terms if e is not table)
-        factor = 0.0 if table is None else root.terms[table] * self.find_scale(normed) / root.terms[normed]
+    def _find_normed_summand(self, total: Expr) -> Expr:
+        """Return the norm that is added to the per-layer embeddings; ``per_layer_factor`` gets their factor."""
+        table = next((e for e in total.terms if e.kind == "input" and e.parts[0] == PER_LAYER), None)
+        normed = next(e for e in total.terms if e is not table)
+        factor = 0.0 if table is None else total.terms[table] * self.find_scale(normed) / total.terms[normed]
         allowed = (1.0, self.graph.inputs[PER_LAYER].tensor.shape[-1] ** 0.5)
-        if not any(math.isclose(factor, number, rel_tol=_FACTOR_TOLERANCE) for number in allowed):
+        if not any(_is_near(factor, number) for number in allowed):
             raise RoleError(f"per_layer_projection_norm: expected its result to be added to the input {PER_LAYER!r}.")
         self.per_layer_factor = factor
         return normed
 
-    # Attentions, and the caches that they read.
+    # Attentions and their caches.
 
     def _find_query(self, name: str, mixed: Expr) -> Expr:
-        """The normed query of the attention that ``mixed`` is of; the K cache that it reads is noted."""
+        """Return the normed query of the attention with the result ``mixed``; ``first_readers`` gets its K cache."""
         if mixed.kind != "unread":
             raise RoleError(f"{name}.o_proj: expected it to read an attention, found {self.describe(mixed)}.")
         queries, caches = self._find_sources(mixed.parts[0])
@@ -228,7 +231,7 @@ class _BaseReader(Blocks):
         return queries.pop()
 
     def _find_sources(self, start: Value) -> tuple[set[Expr], set[str]]:
-        """What ``start`` is computed from: the nearest norms, and the caches that were written."""
+        """Return the nearest norms, and the names of the written caches, that ``start`` is computed from."""
         sources = list(ancestors(start, self.stops))
         norms = {self.norms[id(value)] for value in sources if id(value) in self.norms}
         return norms, {
@@ -236,32 +239,31 @@ class _BaseReader(Blocks):
         }
 
     def _find_cache_norm(self, cache: str) -> Expr:
-        """The norm whose result is written into ``cache``."""
         norms, _ = self._find_sources(self.cache_writers[cache].operand(1))
         if len(norms) != 1:
             raise RoleError(f"{escape(cache)}: expected one RMSNorm before it is written, found {len(norms)}.")
         return norms.pop()
 
     def _take_keys_and_values(self, cache: str, first: int) -> None:
-        """The roles of the layer that owns ``cache``, a K whose first reader is layer ``first``, and its V."""
+        """Take K and V of the layer that writes the K cache ``cache``, which layer ``first`` is the first to read."""
         k_norm = self._find_cache_norm(cache)
         v_norm = self._find_cache_norm(cache.replace(_KEYS, _VALUES))
         key_norm = self.match_norm(k_norm)
-        fed = key_norm.of.parts[1] if key_norm is not None and key_norm.of.kind == "matrix" else None
-        if fed not in self.layer_of_input:
+        normed = key_norm.of.parts[1] if key_norm is not None and key_norm.of.kind == "matrix" else None
+        if normed not in self.layer_of_normed:
             raise RoleError(f"{escape(cache)}: its K is computed from the normed stream of no layer.")
-        name = f"layers.{self.layer_of_input[fed]}"
-        if self.layer_of_input[fed] != first:
+        name = f"layers.{self.layer_of_normed[normed]}"
+        if self.layer_of_normed[normed] != first:
             raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
         self.take_matrix(f"{name}.k_proj", *self.take_norm(f"{name}.k_norm", k_norm))
-        self._take_values(name, fed, None if v_norm is k_norm else self.match_norm(v_norm))
+        self._take_values(name, normed, None if v_norm is k_norm else self.match_norm(v_norm))
 
-    def _take_values(self, name: str, fed: Expr, value_norm: Norm | None) -> None:
-        """V is normed without a weight, and computed of ``fed``, as K is."""
+    def _take_values(self, name: str, normed: Expr, value_norm: Norm | None) -> None:
+        """Take V, which has a norm without a weight and is computed from ``normed``, as K is."""
         if value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
         self.eps.add(float(f"{value_norm.eps:.6g}"))
-        if self.take_matrix(f"{name}.v_proj", value_norm.of, value_norm.factor) is not fed:
+        if self.take_matrix(f"{name}.v_proj", value_norm.of, value_norm.factor) is not normed:
             raise RoleError(f"{name}.v_proj does not read what k_proj reads.")
 
     def _is_ones(self, weight: Expr | None) -> bool:
@@ -271,8 +273,12 @@ class _BaseReader(Blocks):
         return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
 
 
+def _is_near(factor: float, expected: float) -> bool:
+    return math.isclose(factor, expected, rel_tol=_FACTOR_TOLERANCE)
+
+
 def _allow_factor_of_one(role: FoundRole) -> FoundRole:
-    """``role``, whose factor may as well be 1 where a norm takes what multiplies its product away."""
+    """Add 1 to the possible factors of ``role`` if a norm cancels any factor on its product."""
     if role.factor == 1.0 or role.role.rpartition(".")[2] not in _NORMED:
         return role
     return replace(role, other_factors=(*role.other_factors, 1.0))
@@ -283,7 +289,7 @@ def _list_caches(graph: FlatGraph) -> list[str]:
 
 
 def _find_cache_writers(graph: FlatGraph) -> dict[str, Node]:
-    """By name of a cache, the operator that writes it."""
+    """Return the DYNAMIC_UPDATE_SLICE that writes each cache output."""
     writers = {
         name: source_through(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _list_caches(graph)
     }
@@ -291,14 +297,14 @@ def _find_cache_writers(graph: FlatGraph) -> dict[str, Node]:
 
 
 def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
-    """The roles of ``decoder`` in the graph of another signature, by the bytes that their constants share.
+    """Find the roles of ``decoder`` in the graph of another signature, which shares the bytes of its constants.
 
-    A signature computes the first layers of ``decoder``, or all of them. Roles of these that share no bytes are looked
-    for by their numbers: converters may store norms once a signature. Where several roles hold the same numbers, a
-    constant plays each of them, so that they can only be changed together.
+    The signature computes the first layers of ``decoder``, or all of them. Roles of these layers that share no bytes
+    are searched by their numbers: converters may store norms once per signature. If several roles hold the same
+    numbers, a constant plays each of them, so that they can only be changed together.
 
     Raises:
-        UnsupportedError: the graph has weights of its own, or lacks some, or one that may as well be no weight.
+        UnsupportedError: the graph has a weight that ``decoder`` lacks, lacks one, or has one that may be no weight.
     """
     by_place: dict[_Place, list[FoundRole]] = defaultdict(list)
     for role in decoder.roles:
@@ -307,8 +313,9 @@ def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
     numbers = [value for value in graph.constants.values() if value.tensor.type in NUMBER_TYPES]
     roles_of_value = [(value, by_place.get(_locate_constant(graph, value.tensor), [])) for value in numbers]
     matched = [replace(role, tensor=value.tensor, result=None) for value, roles in roles_of_value for role in roles]
+
     strangers = [value for value, roles in roles_of_value if not roles]
-    # A constant of several roles may be there for one of them alone.
+    # A constant of several roles does not tell which of them the signature computes.
     computed = {roles[0].role for _, roles in roles_of_value if len(roles) == 1}
     present = {role.role for role in matched}
     missing = [role for role in _list_expected_roles(decoder, computed) if role.role not in present]
@@ -319,16 +326,16 @@ def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
 
 
 def _check_strangers(strangers: Sequence[Value], matched: Sequence[FoundRole]) -> None:
-    """Check that constants that share no bytes with a weight are none."""
+    """Raise UnsupportedError if one of ``strangers``, which share no bytes with a weight, is a weight."""
     keys = {role.key for role in matched}
     for value in strangers:
         tensor = value.tensor
         if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
-            raise UnsupportedError(f"{value.label} is a weight that no other signature has.")
+            raise UnsupportedError(f"{value.label} is a weight that the signature of the logits does not have.")
 
 
 _Place = tuple[int, tuple[int, ...]]
-"""Where a constant lies, and its shape."""
+"""Offset and shape of a constant."""
 
 
 def _locate_constant(graph: FlatGraph, tensor: Tensor) -> _Place:
@@ -336,16 +343,18 @@ def _locate_constant(graph: FlatGraph, tensor: Tensor) -> _Place:
 
 
 def _match_by_numbers(
-    graph: FlatGraph, walked: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
+    graph: FlatGraph, decoder: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
 ) -> Iterator[FoundRole]:
-    """The roles that are ``missing``, in those of the constants ``strangers`` that hold their numbers."""
+    """Yield the ``missing`` roles, each with a constant among ``strangers`` that holds the same numbers."""
     by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
     for role in missing:
         if role.tensor is not None:
             by_numbers[_make_content_key(graph, role.tensor)].append(role)
     if not by_numbers:
         return
-    no_weights = {_make_content_key(graph, entry.tensor) for entry in walked.aside if entry.tensor.type in NUMBER_TYPES}
+    no_weights = {
+        _make_content_key(graph, entry.tensor) for entry in decoder.aside if entry.tensor.type in NUMBER_TYPES
+    }
     present = set[object]()
     for value in strangers:
         content = _make_content_key(graph, value.tensor)
@@ -353,31 +362,32 @@ def _match_by_numbers(
         if roles and content in no_weights:
             names = " or ".join(role.role for role in roles)
             raise UnsupportedError(
-                f"{value.label} may be {names}, or no weight: a constant that is none holds the same numbers."
+                f"{value.label} may be {names}, or no weight: a constant that is no weight holds the same numbers."
             )
         present.add(content)
         for role in roles:
             yield replace(role, tensor=value.tensor, result=None)
     if absent := [role.role for content, roles in by_numbers.items() if content not in present for role in roles]:
         raise UnsupportedError(
-            f"{few(absent)}: expected the numbers with which the logits are computed, found others or none. Signatures "
-            "that compute with different weights are no base; take the bundle as it was published."
+            f"{few(absent)}: expected the numbers with which the logits are computed, found others or none. All "
+            "signatures of a base compute with the same weights; take the bundle as it was published."
         )
 
 
-def _list_expected_roles(walked: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
-    """The roles of ``walked`` up to the last that is ``computed``, in the order of execution; a signature that fills
-    the caches ends with K and V of a layer, whose query it does not compute.
+def _list_expected_roles(decoder: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+    """Yield the roles of ``decoder`` up to the last that is ``computed``, in the order of execution.
+
+    A signature that only fills the caches ends with K and V of a layer, whose query it does not compute.
     """
-    by_name = {role.role: role for role in walked.roles}
-    names = [role.name for role in roles_of(walked.layers, architecture=GEMMA4) if role.name in by_name]
+    by_name = {role.role: role for role in decoder.roles}
+    names = [role.name for role in roles_of(decoder.layers, architecture=GEMMA4) if role.name in by_name]
     last = max((index for index, name in enumerate(names) if name in computed), default=-1)
     query = {f"{names[last].rpartition('.')[0]}.{part}" for part in ("q_proj", "q_norm")} if last >= 0 else set()
     return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
 
 
 def _make_content_key(graph: FlatGraph, tensor: Tensor) -> object:
-    """What ``tensor`` holds; of a large one where, as it would have to be read."""
+    """Return a key that is equal for equal contents; for a large tensor, which is not read, for equal places."""
     if tensor.elements > _LARGEST_COMPARED:
         return _locate_constant(graph, tensor)
     return tuple(tensor.shape), graph.floats(Value([tensor])).tobytes()
@@ -387,29 +397,28 @@ def _make_content_key(graph: FlatGraph, tensor: Tensor) -> object:
 
 
 def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
-    """Find the table of an embedder: one lookup, or one a layer; ``role`` is what the table is called.
+    """Find the tables of an embedder, which does one lookup, or one per layer.
 
-    Several tables become roles ``role.0``, ``role.1``, … in the order in which their rows are joined. Rows are to be
-    multiplied by the root of the output's width: in this graph, in the decoder (by ``later``), or by their scales.
+    One table is named ``role``; several are ``role.0``, ``role.1``, … in the order in which their rows are joined. Rows
+    have to be multiplied by √width of the output: in this graph, in the decoder (by ``later``), or by their scales.
 
     Raises:
-        RoleError: the result is no lookup, or it is multiplied by something else.
+        RoleError: the result is not a lookup, or is multiplied by another number.
     """
     if len(graph.outputs) != 1:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
     tables = list(_find_lookups(read_graph(graph, (name,), strict=False).require_all(), output, 1.0, role))
     tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
-    root = width**0.5
     if len(tables) > 1 and tokens != 1:
         raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
+
+    root = width**0.5
     roles = []
     for index, (node, factor) in enumerate(tables):
         name = f"{role}.{index}" if len(tables) > 1 else role
         stored = root / (factor * later)
-        exact = next(
-            (number for number in (1.0, root) if math.isclose(stored, number, rel_tol=_FACTOR_TOLERANCE)), None
-        )
+        exact = next((number for number in (1.0, root) if _is_near(stored, number)), None)
         if exact is None:
             raise RoleError(
                 f"{role}: expected the factor {root / later:g} after {node.op.label} (the root of the output's width, "
@@ -420,7 +429,6 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
 
 
 def _make_table_role(role: str, name: str, node: Node, factor: float) -> FoundRole:
-    """The table of the lookup ``node`` as the role ``name``, a part of ``role``."""
     table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
     if not table.constant or len(table.tensor.shape) != 2:
         raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
@@ -430,7 +438,7 @@ def _make_table_role(role: str, name: str, node: Node, factor: float) -> FoundRo
 
 
 def _find_lookups(reading: ReadGraph, value: Value, factor: float, role: str) -> Iterator[tuple[Node, float]]:
-    """The lookups that ``value`` joins, each with the number its rows are multiplied by."""
+    """Yield the lookups whose rows ``value`` joins, each with the factor on its rows."""
     term = reading.forms.get(id(value))
     source = term.expr.parts[0] if isinstance(term, Term) and term.expr.kind == "unread" else None
     node = source.producer if isinstance(source, Value) else None

@@ -1,7 +1,7 @@
-"""The blocks that drafter and base are built of, matched as whole expressions: matrix, norm, residual, gated product.
+"""Match the blocks of drafter and base as whole expressions: matrix, norm, residual sum, gated product.
 
-Each match takes the constants of its block as weights of a role. ``factor × expression`` is what a role's product is
-meant to be; what differs from the stored weight by a number is noted as the role's factor.
+A match records the constants of its block as weights with roles. Numbers that an exporter folded into a weight become
+the role's factor: stored = factor × weight.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ def is_close(a: float, b: float) -> bool:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: ``factor × of``, over every ``width`` elements, times ``weight``."""
+    """An RMSNorm of ``factor × of`` over every ``width`` elements, times ``weight``."""
 
     of: Expr
-    weight: Expr | None  # the expression of its weight; None where it has none, or a single number
+    weight: Expr | None  # None if it has no weight, or a single number
     width: int
-    factor: float  # of what is normalized; it matters beside ``eps``
+    factor: float  # matters because of ``eps``, which is added to the mean of squares
     eps: float
 
 
 class Blocks:
-    """The expressions of a graph, being taken apart."""
+    """Matcher of blocks in the expressions of one graph.
 
-    factor_tolerance = 1e-6  # how near 1 a factor on a weight is taken for 1
+    Methods ``take_…`` record the constants of a block in ``roles`` and return what the block reads; a RoleError says
+    that the graph has something else there.
+    """
+
+    factor_tolerance = 1e-6  # a factor on a weight that is nearer to 1 counts as 1
 
     def __init__(self, reading: ReadGraph) -> None:
         self.reading = reading
@@ -50,17 +54,19 @@ class Blocks:
         self.roles: list[FoundRole] = []
         self.eps: set[float] = set()
         self.activations: set[str] = set()
-        self.matched: Expr | None = None  # what is being matched, or was when it was refused
+        self.matched: Expr | None = None  # the expression being matched, or the one that was refused
 
     def read_output(self, name: str) -> tuple[Expr, float]:
-        """The expression and factor of an output."""
+        """Return the expression and the factor of the output ``name``."""
         form = self.reading.forms.get(id(self.graph.outputs[name]))
         if not isinstance(form, Term) or not form.is_complete:
-            raise RoleError(f"The output {name!r} is not computed of the activations, or in another order.")
+            raise RoleError(
+                f"The output {name!r} is not computed of the activations, or has its elements in another order."
+            )
         return form.expr, form.factor
 
     def find_norms(self) -> dict[int, Expr]:
-        """By ``id`` of a value: the norm that it is, or whose elements it has."""
+        """Return, by ``id`` of a value, the norm that the value is or takes its elements from."""
         norms = dict[int, Expr]()
         for key, form in self.reading.forms.items():
             if isinstance(form, Term):
@@ -71,7 +77,7 @@ class Blocks:
 
     @staticmethod
     def describe(expr: Expr) -> str:
-        """What messages call an expression."""
+        """Return a name for messages: "a product", or an operator that could not be read, with the reason."""
         if expr.kind != "unread":
             return f"a {expr.kind}"
         value, why = expr.parts
@@ -80,37 +86,39 @@ class Blocks:
     # Matrices.
 
     def take_matrix(self, role: str, expr: Expr, factor: float, meant: float | None = None) -> Expr:
-        """Take the matrix of which ``factor × expr`` is the product, and return what it reads; ``meant`` is what that
-        is multiplied by in a drafter, found by itself if None.
+        """Take the matrix of the product ``factor × expr``, and return what it multiplies.
+
+        ``meant`` is the factor on that operand in the model's definition; None stands for :meth:`find_scale` of it.
         """
         self.matched = expr
         if expr.kind != "matrix":
             raise RoleError(f"{role}: expected a product with a matrix, found {self.describe(expr)}.")
         weight: Value = expr.parts[0]
-        read: Expr = expr.parts[1]
+        operand: Expr = expr.parts[1]
         node = self.reading.products[expr]
         if weight.tensor.type not in NUMBER_TYPES:
             raise UnsupportedError(f"{role}: {weight.label} is stored in a way that this release cannot read.")
-        stored = (self.find_scale(read) if meant is None else meant) / factor
+
+        stored = (self.find_scale(operand) if meant is None else meant) / factor
         if not 1 / LARGEST_FACTOR < abs(stored) < LARGEST_FACTOR:
             raise UnsupportedError(f"{role}: its weight is stored {stored:g} times as large.")
         columns = weight.tensor.shape[1]
-        tokens = read.size // columns
+        tokens = operand.size // columns
         shape = expr.size // tokens, columns
         folded = 1.0 if abs(stored - 1) < self.factor_tolerance else stored
         quantized = read_activation(node.operand(0)), read_activation(node.outputs[0])
         result, _ = self.reading.first[expr]
         why = f"weight of {node.op.label}"
         self.roles.append(FoundRole(role, weight.tensor, shape, folded, why, (), *quantized, result))
-        return read
+        return operand
 
-    def require_input(self, role: str, read: Expr, name: str) -> None:
-        self.matched = read
-        if read.kind != "input" or read.parts[0] != name:
-            raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.describe(read)}.")
+    def require_input(self, role: str, expr: Expr, name: str) -> None:
+        self.matched = expr
+        if expr.kind != "input" or expr.parts[0] != name:
+            raise RoleError(f"{role}: expected it to read the input {name!r}, found {self.describe(expr)}.")
 
     def take_lm_head(self, logits: Expr, factor: float) -> tuple[float | None, Expr]:
-        """The soft cap of ``factor × logits``, None without one, and what the head reads."""
+        """Take the head; return the soft cap of ``factor × logits`` (None without one), and what the head reads."""
         if logits.kind != "function" or logits.parts[0] != "TANH":
             return None, self.take_matrix("lm_head", logits, factor)
         _, inner, product = logits.parts
@@ -121,7 +129,7 @@ class Blocks:
     # Norms.
 
     def match_norm(self, expr: Expr) -> Norm | None:
-        """``expr`` as an RMSNorm: x · (Σ x² · number + ε)^−½ · weight."""
+        """Return ``expr`` as an RMSNorm, x · (Σ x² · number + ε)^−½ · weight; None if it is another function."""
         powers = expr.powers
         roots = [e for e, power in powers.items() if power == -0.5]
         weights = [e for e, power in powers.items() if power == 1 and _is_weight(e)]
@@ -132,7 +140,7 @@ class Blocks:
         eps = root.terms.get(self.expressions.one, 0.0)
         if len(root.terms) != 2 or len(squares) != 1 or eps <= 0:
             return None
-        # What is squared under the root is what stands above it.
+        # The vector that is squared under the root must be the one that is divided by the root.
         squared, width = squares[0].parts
         normed = {e: power for e, power in powers.items() if e not in (*roots, *weights)}
         if {e: 2 * power for e, power in normed.items()} != squared.powers:
@@ -142,7 +150,7 @@ class Blocks:
         return Norm(of, weights[0] if weights else None, width, 1.0 if is_close(factor, 1) else factor, eps)
 
     def take_norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
-        """Take a norm; what it is of, and the factor of that."""
+        """Take a norm, and return the expression that it normalizes, with the factor of that."""
         self.matched = expr
         norm = self.match_norm(expr)
         if norm is None:
@@ -159,7 +167,6 @@ class Blocks:
 
     @staticmethod
     def _find_norm_weight(role: str, norm: Norm) -> Tensor | None:
-        """The weight of a norm, a number for each element of its axis; None where it has none."""
         if norm.weight is None:
             return None
         weight = norm.weight.parts[0] if norm.weight.kind == "tiled" else norm.weight
@@ -169,13 +176,13 @@ class Blocks:
         return tensor
 
     def take_norm_of_stream(self, role: str, normed: Expr, stream: Expr, factor: float) -> None:
-        """Take a norm of ``factor × stream``."""
+        """Take a norm, which has to be of ``factor × stream``."""
         of, norm_factor = self.take_norm(role, normed)
         if of is not stream or not is_close(norm_factor, factor):
             raise RoleError(f"{role} does not read the residual stream.")
 
     def find_result(self, expr: Expr) -> tuple[Value, float, Value | None]:
-        """Where a norm's result is found, its factor there, and the one number that all its weights are."""
+        """Return the value that holds a norm's result, its factor there, and the constant if it is the only weight."""
         norm = self.match_norm(expr)
         if norm is not None and norm.weight is None:
             for term, value in self.reading.scaled.get(expr, ()):
@@ -185,26 +192,26 @@ class Blocks:
         return *self.reading.first[expr], None
 
     def find_scale(self, expr: Expr) -> float:
-        """What the result of a norm is times ``expr``; 1 for anything else."""
+        """Return s where the norm's result is s × ``expr``; 1 if ``expr`` is no norm."""
         return self.find_result(expr)[1] if self.match_norm(expr) is not None else 1.0
 
     def one_epsilon(self) -> float:
-        """The epsilon of every norm."""
+        """Return the epsilon that all norms share; raise UnsupportedError if there are several."""
         if len(self.eps) != 1:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
         (eps,) = self.eps
         for label, declared in self.graph.epsilons.items():
             if not is_close(declared, eps):
                 raise UnsupportedError(
-                    f"{label} says that its epsilon is {declared:g}, and computes with {eps:g}: which of the two a "
-                    "runtime uses depends on its hardware."
+                    f"{label} declares the epsilon {declared:g} and computes with {eps:g}: which of the two a runtime "
+                    "uses depends on its hardware."
                 )
         return eps
 
     # Layers.
 
     def count_layers(self, stream: Expr, *, sums: int) -> int:
-        """How many layers ``stream`` has gone through, each of so many sums of the stream and a norm."""
+        """Return how many layers ``stream`` has gone through; each adds the results of ``sums`` norms to it."""
         count = 0
         while stream.kind == "sum":
             below = [e for e in stream.terms if self.match_norm(e) is None]
@@ -214,9 +221,12 @@ class Blocks:
         return -(-count // sums) + (stream.kind == "sum")
 
     def take_attention(self, name: str, out: Expr, query_of: Callable[[str, Expr], Expr]) -> tuple[Expr, Expr, float]:
-        """Take feed-forward block and attention of the layer whose residual sum is ``out``; what the projections of the
-        attention read, the stream below it, and its factor. ``query_of`` gives, by the name of the layer and what
-        ``o_proj`` reads, the normed query.
+        """Take feed-forward block and attention of the layer ``name``, whose residual sum is ``out``.
+
+        ``query_of`` returns the normed query, given the layer's name and the expression that ``o_proj`` reads.
+
+        Returns:
+            the expression that the projections of the attention read, the stream below the layer, and its factor.
         """
         branch, stream, below = self.split_residual(name, self.take_feed_forward(name, out))
         mixed = self.take_matrix(f"{name}.o_proj", *self.take_norm(f"{name}.post_attention_norm", branch))
@@ -225,22 +235,22 @@ class Blocks:
         return fed, stream, below
 
     def take_layer_scalar(self, name: str, out: Expr, factor: float) -> None:
-        """Take the number that a layer's result is multiplied by, if there is one."""
+        """Take the number that multiplies a layer's result, if there is one."""
         self.matched = out
         for term, value in self.reading.scaled.get(out, ()):
             if is_close(term.factor, factor):
                 number, *others = term.numbers
                 if others or not number.constant or not is_close(float(self.graph.floats(number)[0]), factor):
-                    raise UnsupportedError(f"{name}.layer_scalar: it is made of several numbers.")
+                    raise UnsupportedError(f"{name}.layer_scalar: it is computed from several constants.")
                 role, names = f"{name}.layer_scalar", tuple(t.name for t in value.tensors)
                 why = f"the factor {factor:g} on the layer's output"
                 self.roles.append(FoundRole(role, number.tensor, (1,), 1.0, why, names, result=value))
                 return
         if factor != 1:
-            raise UnsupportedError(f"{name}.layer_scalar: its factor {factor:g} is no constant of its own.")
+            raise UnsupportedError(f"{name}.layer_scalar: no constant holds its factor {factor:g}.")
 
     def split_residual(self, name: str, total: Expr) -> tuple[Expr, Expr, float]:
-        """The norm that is added to a stream, the stream, and its factor."""
+        """Return the norm that is added to a stream, the stream, and the factor of the stream."""
         self.matched = total
         norms = [e for e in total.terms if self.match_norm(e) is not None]
         if len(total.terms) != 2 or len(norms) != 1 or not is_close(total.terms[norms[0]], self.find_scale(norms[0])):
@@ -251,50 +261,50 @@ class Blocks:
         return norms[0], stream, total.terms[stream]
 
     def take_feed_forward(self, name: str, out: Expr) -> Expr:
-        """Take the feed-forward block whose residual sum is ``out``; returns the stream below it."""
+        """Take the feed-forward block whose residual sum is ``out``, and return the stream below it."""
         branch, middle, factor = self.split_residual(name, out)
         if factor != 1:
             raise RoleError(f"{name}: its residual stream is scaled within the layer.")
         product, norm_factor = self.take_norm(f"{name}.post_ffw_norm", branch)
-        read, meant = self._take_gate_and_up(name, product)
+        normed, meant = self._take_gate_and_up(name, product)
         self.take_matrix(f"{name}.down_proj", product, norm_factor, meant=meant)
-        self.take_norm_of_stream(f"{name}.pre_ffw_norm", read, middle, 1.0)
+        self.take_norm_of_stream(f"{name}.pre_ffw_norm", normed, middle, 1.0)
         return middle
 
     def _take_gate_and_up(self, name: str, product: Expr) -> tuple[Expr, float]:
-        """What gate and up read, and what the product before ``down_proj`` is meant to be multiplied by."""
+        """Take ``gate_proj`` and ``up_proj``; return what both read, and ``meant`` of ``down_proj``."""
         self.matched = product
         if product.kind != "matrix":
             raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.describe(product)}.")
         gate, scale, up, share = self.split_gated_product(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
-        read = self.take_matrix(f"{name}.gate_proj", gate, scale)
-        if self.take_matrix(f"{name}.up_proj", up, 1.0) is not read:
+        operand = self.take_matrix(f"{name}.gate_proj", gate, scale)
+        if self.take_matrix(f"{name}.up_proj", up, 1.0) is not operand:
             raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values.")
-        return read, 1 / share
+        return operand, 1 / share
 
     # Gated products.
 
     def split_gated_product(self, names: str, product: Expr) -> tuple[Expr, float, Expr, float]:
-        """``share · GELU(scale · gate) · up``: gate, scale, up, share."""
+        """Return gate, scale, up and share of the product ``share · GELU(scale · gate) · up``."""
         self.matched = product
         for up, power in product.powers.items():
-            others = {e: p for e, p in product.powers.items() if e is not up}
             if power != 1 or up.kind not in ("matrix", "part", "input"):
                 continue
-            for gate, activation, scale, share in self._list_gates(others):
+            factors = {e: p for e, p in product.powers.items() if e is not up}
+            for gate, activation, scale, share in self._list_gates(factors):
                 if gate is not up:
                     self.activations.add(activation)
                     return gate, scale, up, 1.0 if is_close(share, 1) else share
         raise RoleError(f"{names}: expected a product of GELU(gate) and up; the graph computes another function.")
 
     def one_activation(self) -> str:
-        """transformers' name of the function of every gate."""
+        """Return transformers' name of the function that all gates use; raise UnsupportedError if there are several."""
         if len(self.activations) > 1:
             raise UnsupportedError(f"The gates use different functions: {sorted(self.activations)}.")
         return self.activations.pop() if self.activations else "gelu_pytorch_tanh"
 
     def _list_gates(self, powers: dict[Expr, float]) -> Iterator[tuple[Expr, str, float, float]]:
-        """A product as GELU: what it is of, its name, the factor on that, and the factor of the product."""
+        """Yield gate, function name, scale and share for each reading as ``share · function(scale · gate)``."""
         if list(powers.values()) == [1]:
             (function,) = powers
             if function.kind == "function" and function.parts[0] in ("GELU", "GELU_TANH"):
@@ -309,7 +319,9 @@ class Blocks:
                     yield gate, "gelu_pytorch_tanh", scale, share / scale
 
     def _match_half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
-        """``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``: scale and share."""
+        """Return scale and share of ``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``; None if
+        ``half`` is another function.
+        """
         unit = half.terms.get(self.expressions.one, 0.0)
         function = next((e for e in half.terms if e.kind == "function"), None)
         if function is None or len(half.terms) != 2 or not is_close(half.terms[function], unit):
@@ -323,5 +335,5 @@ class Blocks:
 
 
 def _is_weight(expr: Expr) -> bool:
-    """A stored vector, the same for every group."""
+    """Return whether ``expr`` is a stored vector, possibly repeated for every group."""
     return (expr.parts[0] if expr.kind == "tiled" else expr).kind == "weight"

@@ -1,4 +1,4 @@
-"""From the walk to the one :class:`~mtp_extract.architecture.config.DrafterConfig`: read, never assumed."""
+"""Build the :class:`~mtp_extract.architecture.config.DrafterConfig` from what the graph says; nothing is assumed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.rotation import read_rope
 
 
-def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
-    """The shape of the drafter that ``walk`` found.
+def read_config(structure: Walk, sliding_window: int | None = None) -> DrafterConfig:
+    """Return the configuration of the drafter that has ``structure``.
 
-    ``sliding_window`` is used only where the graph leaves the window to the runtime (an input ``mask_local``) and the
-    shape is not a known one.
+    ``sliding_window`` is used only if the graph leaves the window to the runtime (an input ``mask_local``); None stands
+    for that of a known drafter with the same shapes.
 
     Raises:
-        RoleError: shapes that do not fit together.
-        UnsupportedError: a shape that no configuration can express.
+        RoleError: shapes do not fit together.
+        UnsupportedError: no configuration can express the geometry, or the window is needed and not given.
     """
-    if not walk.layers:
+    if not structure.layers:
         raise RoleError("layers: no attention layer was found between the pre projection and the heads.")
-    heads = {layer.heads for layer in walk.layers}
+    heads = {layer.heads for layer in structure.layers}
     if len(heads) > 1:
         raise UnsupportedError(f"The layers have different numbers of heads, {sorted(heads)}; no engine expects that.")
-    shapes = {role.role: role.shape for role in walk.roles}
+    shapes = {role.role: role.shape for role in structure.roles}
     vocab_size, hidden = shapes["lm_head"]
     config = DrafterConfig(
         backbone_hidden_size=shapes["post_projection"][0],
@@ -35,10 +35,10 @@ def read_config(walk: Walk, sliding_window: int | None = None) -> DrafterConfig:
         intermediate_size=shapes["layers.0.gate_proj"][0],
         vocab_size=vocab_size,
         num_heads=heads.pop(),
-        layers=_read_layers(walk.layers),
-        final_logit_softcap=walk.soft_cap,
-        rms_norm_eps=walk.rms_norm_eps,
-        hidden_activation=walk.hidden_activation,
+        layers=_read_layers(structure.layers),
+        final_logit_softcap=structure.soft_cap,
+        rms_norm_eps=structure.rms_norm_eps,
+        hidden_activation=structure.hidden_activation,
     )
     for role, expected in shapes_of(config).items():
         if shapes.get(role.name, expected) != expected:
@@ -57,6 +57,7 @@ def _read_layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
     if len(windows) > 1:
         raise UnsupportedError(f"The sliding layers have different windows: {sorted(windows)}.")
     window = next(iter(windows), None)
+
     types = _choose_layer_types(layers)
     ropes: dict[str, RopeConfig] = {}
     for index, (layer, kind) in enumerate(zip(layers, types, strict=True)):
@@ -73,25 +74,25 @@ def _find_known_window(config: DrafterConfig) -> int:
     geometry = known_drafter(config)
     if geometry is None:
         raise UnsupportedError(
-            "Running the graph does not tell how long its sliding window is: the runtime applies it (an input "
-            "mask_local), it is longer than the file's caches, or slots are weighed otherwise than by an attention. "
-            "Its geometry is not a known one. Say how long it is.",
+            "The graph does not say how long its sliding window is: the runtime applies it (an input mask_local), it "
+            "is longer than the file's caches, or its masks are those of no window. No drafter with these shapes is "
+            "known. Say how long it is.",
             remedies=("sliding_window=N",),
         )
     return int(geometry["sliding_window"])
 
 
 def _choose_layer_types(layers: Sequence[Layer]) -> list[str]:
-    """Sliding or full, by what each layer sees; where all see everything, by the caches they read."""
-    # Newer runtimes hand the local mask in instead of building it.
+    """Return the type of each layer, by the slots it sees; if all see everything, by the caches they read."""
+    # Newer runtimes pass the local mask in, so the graph has no window.
     types = [SLIDING if la.window is not None or any("local" in name for name in la.masks) else FULL for la in layers]
     caches = [{la.key, la.value} for la in layers]
     if SLIDING not in types and all(names == caches[-1] or not names & caches[-1] for names in caches):
-        # A window that is longer than the caches of the file hides nothing.
+        # A window that is longer than the file's caches hides nothing; the last layer is always a full one.
         types = [FULL if names == caches[-1] else SLIDING for names in caches]
     pairs = sorted({(kind, la.key, la.value) for kind, la in zip(types, layers, strict=True)})
     names = {name for _, key, value in pairs for name in (key, value)}
     if len(pairs) > len(set(types)) or len(names) < 2 * len(pairs):
         listed = ", ".join(f"{escape(key)} and {escape(value)} by {kind} layers" for kind, key, value in pairs)
-        raise UnsupportedError(f"Engines hand each type of layer K and V of its own; here are read {listed}.")
+        raise UnsupportedError(f"Engines hand each type of layer K and V of its own; the graph reads {listed}.")
     return types

@@ -1,4 +1,4 @@
-"""Which constant plays which role: the drafter's own expression, taken apart from its outputs to its input.
+"""Find which constant of a drafter's graph plays which role, from its two outputs to its input.
 
 ::
 
@@ -8,8 +8,9 @@
     h          ← stream + post_attention_norm(o(attention(q(pre_attention_norm(stream)))))
     stream of the first layer ← pre_projection ← activations
 
-Equal functions are one expression, so "reads the same" is ``is``. What is not where it must be is an error that names
-the role; what is left over is an error that names the constant and its reader. Names play no part in this.
+Equal functions are one object, so ``is`` tells whether two blocks read the same. A block that is not where it must be
+is an error that names its role; a constant that is left over is an error that names the constant and its reader. Names
+of tensors play no part in this.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ PROJECTED = "projected_activations"
 
 @dataclass(frozen=True)
 class Layer:
-    """What the graph says of one layer, beyond its weights. Cache names are those of the signature's inputs."""
+    """The geometry of one layer, read from its attention."""
 
-    key: str
-    value: str
+    key: str  # the input that holds K
+    value: str  # the input that holds V
     kv_heads: int
     head_dim: int
     heads: int
-    window: int | None
+    window: int | None  # how many slots it sees; None for all
     masks: tuple[str, ...]  # the mask inputs that decide what it sees
-    inverse_frequencies: np.ndarray
-    frequency_rounding: np.ndarray
+    inverse_frequencies: np.ndarray  # ``[head_dim / 2]``, in radians per position
+    frequency_rounding: np.ndarray  # by how much each may be off
     attention: Attention = field(repr=False, compare=False)
     rotation: Rotation = field(repr=False, compare=False)
-    query_factor: float  # what a query is times the result of its norm
+    query_factor: float  # query = query_factor · norm(q)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """All that the graph says."""
+    """What the graph says of the drafter: roles of its constants, and geometry."""
 
     roles: tuple[FoundRole, ...]
     layers: tuple[Layer, ...]
@@ -77,8 +78,9 @@ class Walk:
 
 @computing("The graph")
 def read_drafter(graph: FlatGraph, *, strict: bool = True) -> ReadGraph:
-    """What the two outputs of a drafter are computed of, as :func:`~mtp_extract.graph.reading.read_graph` reads it; of
-    a signature that is no drafter's, nothing, and the error as ``refusal``.
+    """Read what a drafter's two outputs depend on, with :func:`~mtp_extract.graph.reading.read_graph`.
+
+    A signature that is not a drafter's is not read at all: the result has the error as its ``refusal``.
     """
     try:
         _check_signature(graph)
@@ -103,10 +105,10 @@ def _check_signature(graph: FlatGraph) -> None:
 
 
 def walk(graph: FlatGraph) -> Walk:
-    """Find every role in ``graph``.
+    """Find the constant of every role in ``graph``, and the geometry of every layer.
 
     Raises:
-        NoDrafterError: the signature has not the inputs and outputs of a drafter.
+        NoDrafterError: the signature lacks an input or output of a drafter.
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
@@ -114,28 +116,30 @@ def walk(graph: FlatGraph) -> Walk:
 
 
 class DrafterWalk(Blocks):
-    """A drafter's graph, being taken apart: where that ends in a refusal, ``roles`` are those before it."""
+    """Finds the roles of a drafter's graph; after an error, ``roles`` has those that were found before it."""
 
     def __init__(self, reading: ReadGraph) -> None:
         super().__init__(reading)
-        self.mixed_by_layer: dict[str, Expr] = {}  # by layer, what its attention mixes
+        self.mixed_by_layer: dict[str, Expr] = {}  # name of a layer → the expression that its o_proj reads
         self.soft_cap: float | None = None
         self.has_head = False
 
     @computing("The graph")
     def walk(self) -> Walk:
-        """As :func:`walk`."""
+        """Do the work of :func:`walk`."""
         graph = self.graph
         reading = self.reading.require_all()
         soft_cap, head = self.take_lm_head(*self.read_output(LOGITS))
         if self._take_stream() is not head:
             self.matched = head
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
+
         roles = in_order(self.roles)
         masks = Masks(graph, reading.positions)
         names = (f"layers.{index}" for index in range(len(self.mixed_by_layer)))
         layers = tuple(self._read_layer(name, self.mixed_by_layer[name], masks) for name in names)
         self.matched = None
+
         caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
         return Walk(
             roles,
@@ -151,7 +155,8 @@ class DrafterWalk(Blocks):
 
     @computing("The graph")
     def walk_outside(self) -> None:
-        """Take the roles outside of attentions, of a graph that was not read strictly: the head by itself.
+        """Take the roles outside attentions, of a graph that was not read strictly; ``has_head`` says whether the head
+        is among them.
 
         Raises:
             RoleError, UnsupportedError: the stream cannot be followed from the projected state to the activations.
@@ -163,7 +168,7 @@ class DrafterWalk(Blocks):
             self.has_head = True
 
     def _take_stream(self) -> Expr:
-        """Take all roles but the head's; what the post projection reads."""
+        """Take all roles but the head's, and return what the post projection reads."""
         head = self.take_matrix("post_projection", *self.read_output(PROJECTED))
         stream, factor = self.take_norm("final_norm", head)
         for index in reversed(range(self.count_layers(stream, sums=2))):
@@ -173,15 +178,15 @@ class DrafterWalk(Blocks):
         return head
 
     def _find_query(self, name: str, mixed: Expr) -> Expr:
-        """The normed query of the attention that ``mixed`` is of, which is noted."""
+        """Return the normed query of the attention whose result is ``mixed``."""
         self.matched = mixed
         attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
             norms = self.find_norms()
-            before = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
-            if len(before) != 1:
-                raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(before)}.")
-            return before.pop()
+            queries = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
+            if len(queries) != 1:
+                raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
+            return queries.pop()
         if attention is None:
             raise RoleError(f"{name}.o_proj: expected it to read one attention, its heads in order.")
         self.mixed_by_layer[name] = mixed

@@ -1,4 +1,4 @@
-"""What a graph says of a constant: the role it plays, or that it is no weight."""
+"""The constants of a graph: roles of weights, other constants, and the cross-check with names in the file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 @dataclass(frozen=True)
 class FoundRole:
-    """A constant and the role it plays."""
+    """A role, and the constant that plays it."""
 
     role: str  # "pre_projection", "layers.0.q_proj", … as in ``mappings/roles.json``
     tensor: Tensor | None  # the constant; None for a norm's weight of ones that the converter folded away
     shape: tuple[int, ...]  # ``[out, in]`` of a matrix, ``[size]`` of a vector
-    factor: float  # stored = factor × weight; 1 unless something is folded into the weight
-    why: str  # the evidence, in words
-    known_as: tuple[str, ...]  # names of the tensors that carry the result, for the cross-check of names
-    input: Activation | None = None  # static quantization of the op's activations; None where they are float
+    factor: float  # stored = factor × weight; 1 unless a number is folded into the weight
+    why: str  # the evidence, for people
+    known_as: tuple[str, ...]  # names of the tensors that hold the result, for the cross-check of names
+    input: Activation | None = None  # static quantization of the op's operand; None for floats
     output: Activation | None = None
-    result: Value | None = field(default=None, repr=False, compare=False)  # the value of the graph it computes
-    # What the factor may be as well: a norm follows, which takes any away, so that the graph does not say.
+    result: Value | None = field(default=None, repr=False, compare=False)  # what the op computes with it
+    # Other values that the factor may have: a norm follows, which cancels any, so the graph cannot tell.
     other_factors: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[int, int] | None:
-        """Subgraph and index of the constant."""
+        """Subgraph and index of the constant; None without one."""
         return None if self.tensor is None else (self.tensor.subgraph, self.tensor.index)
 
 
@@ -50,7 +50,7 @@ class OtherConstant:
 
 
 def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
-    """``roles`` by layer, those of the whole network first."""
+    """Sort ``roles`` by layer and name; those outside layers come first."""
 
     def order(role: FoundRole) -> tuple[int, str]:
         parts = role.role.split(".")
@@ -60,10 +60,10 @@ def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
 
 
 def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherConstant, ...]:
-    """Every constant of ``graph`` that plays none of ``roles``.
+    """List the constants of ``graph`` that play none of ``roles``, in the order of the file.
 
     Raises:
-        RoleError: numbers are stored that no operator reads, or read that nothing computes: an operator was lost.
+        RoleError: stored numbers that no operator reads, or an operand that nothing computes: an operator was lost.
     """
     for node in graph.nodes:
         for value in node.inputs:
@@ -84,30 +84,25 @@ def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherCons
 
 
 def _list_unread_constants(graph: FlatGraph, roles: Collection[FoundRole]) -> Iterator[OtherConstant]:
-    """Constants of the signature's subgraph that no op reads: parameters of blocks, or a sign of damage."""
+    """Yield the constants of the signature's subgraph that no op reads; raise RoleError if one may be a weight."""
     model, subgraph = graph.model, graph.model.subgraphs[graph.signature.subgraph]
-    details = [t.quantization.blockwise for t in subgraph.tensors if t.quantization is not None]
-    blocks = {
-        index
-        for quantization in details
-        if quantization is not None
-        for index in (quantization.scales, quantization.zero_points)
-    }
+    quantizations = [tensor.quantization.blockwise for tensor in subgraph.tensors if tensor.quantization is not None]
+    block_scales = {index for q in quantizations if q is not None for index in (q.scales, q.zero_points)}
     for tensor in subgraph.tensors:
         if not model.has_data(tensor) or (subgraph.index, tensor.index) in graph.constants:
             continue
-        if tensor.index not in blocks and tensor.type in NUMBER_TYPES:
+        if tensor.index not in block_scales and tensor.type in NUMBER_TYPES:
             missing = [role.role for role in roles if role.tensor is None and np.prod(role.shape) == tensor.elements]
             perhaps = f" {' or '.join(missing)} may have had it." if missing else ""
             raise RoleError(
                 f"{tensor.label} is stored, and no op reads it: an op was lost after the graph was exported. No "
                 f"checkpoint is written, because it might lack a weight.{perhaps}"
             )
-        yield OtherConstant(tensor, "none", "scales of blocks" if tensor.index in blocks else "read by no op")
+        yield OtherConstant(tensor, "none", "scales of blocks" if tensor.index in block_scales else "read by no op")
 
 
 def read_activation(value: Value) -> Activation | None:
-    """Static quantization of the tensor ``value``, if it is stored as integers."""
+    """Return the static quantization of an activation; None if it is stored as floats."""
     tensor = value.tensors[-1]
     grid = activation_scale(tensor)
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:
@@ -115,7 +110,7 @@ def read_activation(value: Value) -> Activation | None:
     return Activation(tensor.type_name.lower(), *grid)
 
 
-# Names, a cross-check of what the graph says, never more: they change with every export.
+# Names are a cross-check only: they change with every export.
 
 _LAYER = "{i}"
 _LONGEST_NAME = 1 << 13
@@ -124,15 +119,15 @@ _LONGEST_NAME = 1 << 13
 
 @dataclass(frozen=True)
 class NameCheck:
-    """How the names in the file compare with the roles found in the graph."""
+    """Roles from the graph, by what the names in the file say of them."""
 
-    confirmed: tuple[str, ...]  # roles, as the next
+    confirmed: tuple[str, ...]
     unrecognised: tuple[str, ...]
     contradicted: Mapping[str, tuple[str, ...]]  # role → the roles whose names its constant carries
 
 
 def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
-    """Compare every role with the names that its constant, or the result of its op, carries."""
+    """Compare every role with the names of its constant (a matrix), or of its op's result (a vector)."""
     roles = {role.name: role for role in roles_of(num_layers)}
     confirmed = []
     unrecognised = []
@@ -151,7 +146,7 @@ def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
 
 
 def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
-    """The roles of matrices, or of what is none, that one of ``names`` is published for; of any layer."""
+    """Return the roles, of any layer, whose published names are among ``names``: of matrices, or of all others."""
     pieces = _split_names(names)
     named = set[str]()
     for template in role_table():
@@ -162,15 +157,14 @@ def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
 
 
 def _split_names(names: Iterable[str]) -> list[str]:
-    """Fused operators leave a constant with the names of several, joined by semicolons: each by itself."""
+    """Split names that fused operators joined with semicolons."""
     return [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
 
 
 def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
-    """The layers in those of ``pieces`` that ``pattern`` is found in; an empty text where it names no layer.
+    """Return the layers, as text, in those of ``pieces`` that match ``pattern``; "" if the pattern names no layer.
 
-    What stands before its ``.*`` is looked for by itself, and so is what stands behind: so each piece is read once, and
-    once for all layers.
+    The parts before and behind its ``.*`` are searched separately, so that hostile names take linear time.
     """
     begins, ends = _compile_pattern(pattern)
     layers = set[str]()
@@ -182,7 +176,7 @@ def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
 
 @cache
 def _compile_pattern(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What a pattern begins with, with a group that is the layer, and what it ends with."""
+    """Compile the parts of ``pattern`` before and behind its ``.*``; group 1 of the first is the layer."""
     begins, _, ends = pattern.partition(".*")
     if _LAYER in begins:
         begins = begins.replace(_LAYER, "([0-9]+)")

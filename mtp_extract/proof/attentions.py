@@ -1,6 +1,6 @@
-"""Attentions against the config: how queries are rotated, which slots are seen, and that scores are q · K.
+"""Compare attentions with the config: rotation of queries, visible slots, and that scores are q · K.
 
-Rotations are compared with the config's RoPE at every position; what masks do, with every content of the masks.
+Rotations are compared with the config's RoPE at every position, masks with every content of the mask inputs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
 _COSINE_TOLERANCE, _ANGLE_TOLERANCE = 2e-6, 3.5e-8
-"""How far a cosine may be off, and an angle, as a share of it, that is computed in float32."""
+"""Absolute error of a cosine, and relative error of an angle, computed in float32."""
 _LAST_BIT_FACTOR = 16
-"""How many times as far, where a frequency that is computed, too, is moved by its last bit."""
+"""How many times larger these errors may be if last bits of computed frequencies are changed."""
 _FREQUENCY_TOLERANCE = 2e-7
-"""How far a frequency that is computed in float32 may be off, as a share of it: in files of exporters 8.2e-8."""
+"""Relative error of a frequency computed in float32; the largest one in exporters' files is 8.2e-8."""
 _LAST_ANGLE_TOLERANCE = 0.02
-"""By how much the last angle may be off."""
+"""Error of the angle at the last position, in radians."""
 _ROUNDING_OF_TYPE: dict[TensorType | None, float] = {
     TensorType.FLOAT16: 2.0**-12 * 1.001,
     TensorType.BFLOAT16: 2.0**-9 * 1.001,
 }
-"""How far a number below 1 is rounded by a type."""
+"""Largest rounding error of a number below 1, by type."""
 _LARGEST_TABLE = 1 << 20
 _OFFSET_TOLERANCE = 1e-6
 _WEIGHTLESS_BELOW = 104.0
-"""How far below another a score is nothing beside it in float32."""
+"""Scores that are lower by this much have a weight of 0 in a float32 softmax."""
 _MOST_ROWS = 1 << 11
 _MOST_MASK_NUMBERS = 16
 
@@ -50,18 +50,16 @@ _MOST_MASK_NUMBERS = 16
 # Rotations.
 
 
-def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
-    """Check how every layer rotates its queries.
+def check_rotations(graph: FlatGraph, structure: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
+    """Check that every layer rotates its queries by the config's RoPE; raise ProofError if one does not.
 
     Returns:
-        the layers whose cosines and sines the file holds in half precision, and its types; the exact theta is written.
-
-    Raises:
-        ProofError: a query is rotated otherwise than by the config's RoPE.
+        an entry ``{"layer", "held_in"}`` for each layer whose cosines and sines the file stores in half precision, with
+        the names of these types. The checkpoint has the exact theta instead.
     """
     types_by_rotation: dict[tuple[object, ...], str] = {}
     coarse_tables = []
-    for index, layer in enumerate(walk.layers):
+    for index, layer in enumerate(structure.layers):
         rope = config.layers[index].rope
         key = *layer.rotation.key, rope
         if key not in types_by_rotation:
@@ -72,35 +70,38 @@ def check_rotations(graph: FlatGraph, walk: Walk, config: DrafterConfig) -> list
 
 
 def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
-    """Check the rotation of a layer; the types of half precision that it is stored in, empty where there are none."""
+    """Check the rotation of a layer; return the half-precision types that it is stored in, "" for none."""
     slots = layer.rotation.positions.slots
     doubt, held_in = _find_rounding(graph, layer.rotation.values)
     rounding = layer.frequency_rounding if held_in else 0.0
-    off = np.abs(layer.inverse_frequencies - exact)
-    wrong = (off > exact * _FREQUENCY_TOLERANCE + rounding + _COSINE_TOLERANCE / slots) | (
-        off * slots > _LAST_ANGLE_TOLERANCE
-    )
+    error = np.abs(layer.inverse_frequencies - exact)
+    allowed = exact * _FREQUENCY_TOLERANCE + rounding + _COSINE_TOLERANCE / slots
+    wrong = (error > allowed) | (error * slots > _LAST_ANGLE_TOLERANCE)
     if wrong.any():
         worst = int(wrong.argmax())
         raise ProofError(
             f"layers.{index}.attention: a query is turned by {layer.inverse_frequencies[worst]:.8g} from position to "
-            f"position where the config's RoPE has {exact[worst]:.8g}."
+            f"position; the config's RoPE has {exact[worst]:.8g}."
         )
+
     frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
-    # What is computed of a power or an exponential must not hang on its last bit, which hardware rounds otherwise.
+    # Hardware rounds the last bit of powers and exponentials differently; the result must not depend on it.
     for last_bits in (0, 1, -1) if computes_with_rounded(graph, layer.rotation.values) else (0,):
-        apart = _find_difference(layer, frequencies_in_use, doubt, last_bits)
+        difference = _find_difference(layer, frequencies_in_use, doubt, last_bits)
         # Exporters that store a table compute it in float64.
-        if apart and _find_difference(layer, exact, doubt, last_bits):
-            where = ", on hardware that rounds powers and sines otherwise" if last_bits else ""
-            raise ProofError(f"layers.{index}.attention: {apart}{where}.")
+        if difference and _find_difference(layer, exact, doubt, last_bits):
+            hardware = ", on hardware that rounds powers and sines otherwise" if last_bits else ""
+            raise ProofError(f"layers.{index}.attention: {difference}{hardware}.")
     return held_in
 
 
 def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, last_bits: int) -> str:
-    """Where cosines and sines differ from those of ``frequencies_in_use``, in whose type angles are computed."""
+    """Describe where cosines or sines differ from those of ``frequencies_in_use``; "" if nowhere.
+
+    Angles are computed in the type of ``frequencies_in_use``.
+    """
     for positions, computed in layer.rotation.at(last_bits=last_bits):
-        # Positions last, as the graph's own numbers lie in memory.
+        # [frequencies, positions], the memory order of the graph's own numbers.
         angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
         allowed = (
             np.float32(_COSINE_TOLERANCE + doubt)
@@ -109,33 +110,33 @@ def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating],
         if last_bits:
             allowed = allowed * np.float32(_LAST_BIT_FACTOR)
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
-            wanted = function(angle).astype(np.float32)
+            expected = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():
-                if apart := _describe_first_difference(positions, np.abs(coefficient.T - wanted), allowed):
-                    return apart
+                if text := _describe_first_difference(positions, np.abs(coefficient.T - expected), allowed):
+                    return text
     return ""
 
 
 def _describe_first_difference(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
-    """The first frequency and position at which a ``difference``, ``[half, positions]``, is more than ``allowed``."""
+    """Describe the first ``difference``, ``[half, positions]``, above ``allowed``, ``[half]``; "" if there is none."""
     wrong = ~(difference.max(1) <= allowed)
     if not wrong.any():
         return ""
     entry = int(wrong.argmax())
     row = int((~(difference[entry] <= allowed[entry])).argmax())
     return (
-        f"at position {positions[row]} its query is rotated by a number that is {difference[entry, row]:.3g} off that "
-        f"of its RoPE (frequency {entry})"
+        f"at position {positions[row]} its query's rotation has a cosine or sine that is {difference[entry, row]:.3g} "
+        f"off the config's RoPE (frequency {entry})"
     )
 
 
 def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
-    """How far cosines and sines are rounded by their type, and the types of half precision that they are held in."""
+    """Return the rounding error of cosines and sines, and the half-precision types that they are stored in."""
     sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
     tables = _list_tables(values, sources)
-    # Converters turn constants of half precision into float32: that all are such is no chance.
+    # A FLOAT32 table whose numbers are all exact in FLOAT16 was half precision before a converter widened it.
     doubts = [_ROUNDING_OF_TYPE[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
-    # What is computed may be rounded to half precision by a CAST before it meets a query.
+    # A CAST may also round computed cosines to half precision before they multiply a query.
     doubts += [_ROUNDING_OF_TYPE.get(table.tensor.type, 0.0) for table in tables]
     doubt = max(doubts, default=0.0)
     types = {source.tensor.type_name for source in sources if source.tensor.type in _ROUNDING_OF_TYPE}
@@ -143,7 +144,7 @@ def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, st
 
 
 def _list_tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:
-    """Those of ``sources`` that ``values`` are taken from, or converted: nothing is computed of them."""
+    """List the ``sources`` that ``values`` are copied or converted from, without any arithmetic."""
     kinds = {id(source): source.producer.kind for source in sources if source.producer is not None}
     computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
     return [table for value in values for table in ancestors(value, computed) if table.tensor.elements > 1]
@@ -160,59 +161,62 @@ def _is_half(graph: FlatGraph, table: Value) -> bool:
 
 
 class SlotCheck:
-    """What the masks of one layer do, to be compared with the config; no score is larger than ``largest``."""
+    """Compares the masks of one layer with the config; |q · K| is at most ``largest``."""
 
     def __init__(self, index: int, layer: Layer, config: DrafterConfig, masks: Masks, largest: float) -> None:
         self.index = index
         self.layer = layer
         self.masks = masks
         self.largest = largest
-        # What runtimes promise of an input does not depend on whether an operator reads it.
+        # All of the signature: what a runtime fills in does not depend on whether this layer reads it.
         self.inputs = masks.graph.inputs
         self.window = config.layers[index].sliding_window
         self.local_window = config.sliding_window or masks.slots
 
     def check(self) -> tuple[int, bool]:
-        """Check every row; how many were computed, and whether all others are the same as these up to a shift.
+        """Check every row of the masks.
+
+        Returns:
+            how many rows were computed, and whether they stand for all others, which are equal up to a shift.
 
         Raises:
-            ProofError: a slot is seen that should not be, or the other way round, or is scored otherwise.
-            UnsupportedError: rows are neither alike nor few.
+            ProofError: a slot is visible that should be hidden or the reverse, or its score is not q · K.
+            UnsupportedError: rows are neither equal up to a shift nor few.
         """
         slots = self.masks.slots
         attention = self.layer.attention
         alike = self.masks.rows_are_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
-                f"layers.{self.index}: its {slots} rows of masks are neither alike up to a shift nor few."
+                f"layers.{self.index}: its {slots} rows of masks are neither equal up to a shift nor few."
             )
         for window in attention.all_windows:
             self._check_window(window)
         rows = np.array([0, slots - 1]) if alike else np.arange(slots)
         either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
-        # Where a window lies is no function of slot less position: of rows that stand for others, a slot is in or not.
+        # A window is not placed by slot − position alone: in rows that stand for others, a slot may be in it or not.
         either += attention.all_windows if alike else ()
         self._check_cases(self.masks.each_case(attention, rows, either))
         return len(rows), alike
 
     def _check_cases(self, each_case: Iterable[Cases]) -> None:
         attention = self.layer.attention
-        of_visible, of_hidden = set[float](), set[float]()
+        visible_numbers, hidden_numbers = set[float](), set[float]()
         for cases in each_case:
             visible, possible = self._find_visible_slots(cases), self._find_possible_slots(cases)
-            # That a window covers what is seen is checked by itself.
+            # _check_window has checked that a window covers all visible slots.
             for inside in cases.within.values():
                 possible &= inside | ~visible
             self._check_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
             if attention.guard is not None:
                 numbers = attention.guard.mask.numbers(cases)
-                of_visible.update(np.unique(numbers[visible & possible]).tolist())
-                of_hidden.update(np.unique(numbers[~visible & possible]).tolist())
+                visible_numbers.update(np.unique(numbers[visible & possible]).tolist())
+                hidden_numbers.update(np.unique(numbers[~visible & possible]).tolist())
         if attention.guard is not None:
-            self._check_guard(attention.guard, of_visible, of_hidden)
+            self._check_guard(attention.guard, visible_numbers, hidden_numbers)
 
     def _check_window(self, window: SlotWindow) -> None:
-        """Check that a window of slots holds all that the config sees, at every position."""
+        """Check that a window covers all slots that the config sees, at every position."""
         at = np.arange(self.masks.slots)
         first = self.masks.positions.first_slots[window.table]
         size = window.size
@@ -220,11 +224,11 @@ class SlotCheck:
         bad = ~((first >= 0) & (first <= needed) & (first + size > at) & (first + size <= at.size))
         if bad.any():
             row = int(np.argmax(bad))
-            self._refuse(row, f"it reads slots {first[row]} to {first[row] + size - 1}, and the config sees others")
+            self._refuse(row, f"it reads slots {first[row]} to {first[row] + size - 1}; the config sees others")
 
     def _find_possible_slots(self, cases: Cases) -> Bools:
-        """Which cases there are, ``[samples, slots]``: runtimes show nothing that is to come, and by a local mask
-        nothing beyond its window. A mask that no input holds shows all.
+        """Return which cases can occur, bool ``[samples, slots]``: the masks of runtimes never show a later slot, and
+        local masks none beyond the window.
         """
         slots = np.arange(self.masks.slots)
         position = cases.positions[:, None]
@@ -237,55 +241,55 @@ class SlotCheck:
         return possible
 
     def _find_visible_slots(self, cases: Cases) -> Bools:
-        """Which slots the config sees, ``[samples, slots]``."""
+        """Return which slots the config sees, bool ``[samples, slots]``."""
         slots = np.arange(self.masks.slots)
         position = cases.positions[:, None]
         past = slots <= position
         if self.window is None:
             return np.broadcast_to(cases.shown[MASK], cases.shape) if MASK in self.inputs else past
         visible = past & (slots > position - self.window) & cases.shown[MASK_LOCAL]
-        # Where the runtime tells the range of slots, or hands a local mask in, a sliding layer need not read the mask.
+        # A sliding layer need not read the mask if the runtime passes the range of slots, or a local mask.
         range_is_given = PARAM_TENSOR in self.inputs or MASK_LOCAL in self.inputs
         return visible if range_is_given and MASK not in self.layer.masks else visible & cases.shown[MASK]
 
     def _check_scores(self, cases: Cases, effect: Effect, visible: Bools, hidden: Bools) -> None:
         if not visible.any():
             return
-        # Softmax ignores a constant that is added to a row.
+        # Softmax ignores a constant added to a row.
         base = float(effect.offset.flat[np.argmax(visible)])
         with np.errstate(invalid="ignore"):
             sound = (
                 effect.scored & ~effect.lost & (np.abs(effect.offset - base) <= _OFFSET_TOLERANCE * max(1, abs(base)))
             )
             lowered = base - self.largest - (effect.offset + effect.scored * self.largest)
-        for wrong, what in (
+        for wrong, fault in (
             (visible & ~(sound & math.isfinite(base)), "is hidden, or scored otherwise than by q · K"),
             (hidden & ~(lowered >= _WEIGHTLESS_BELOW), "should be hidden, and is not lowered below every score"),
         ):
             if wrong.any():
                 row, slot = (int(i) for i in np.argwhere(wrong)[0])
-                reckoned = f"|q · K| may be {self.largest:.4g}"
-                self._refuse(int(cases.positions[row]), f"slot {slot} {what} ({reckoned})")
+                self._refuse(int(cases.positions[row]), f"slot {slot} {fault} (|q · K| may be {self.largest:.4g})")
 
-    def _check_guard(self, guard: OutputGuard, of_visible: Collection[float], of_hidden: Collection[float]) -> None:
-        """Check that the output guard keeps what heads mixed exactly where the layer sees a slot; runtimes show the
-        query's own. All numbers that its mask has are ``of_visible`` slots or ``of_hidden`` ones.
+    def _check_guard(self, guard: OutputGuard, visible: Collection[float], hidden: Collection[float]) -> None:
+        """Check that the output guard keeps what heads mixed exactly if the layer sees a slot.
+
+        ``visible`` and ``hidden`` are the numbers that the guard's mask has at visible and at hidden slots.
         """
-        lowest, highest = min(of_visible, default=math.nan), max(of_hidden, default=-math.inf)
-        if len(of_visible) + len(of_hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
-            wrong = "looks at other slots than the layer sees"
-        elif not all(self.masks.guard_keeps(guard, number).all() for number in of_visible):
-            wrong = "replaces what heads mixed by 0 where a slot is seen"
-        elif any(self.masks.guard_keeps(guard, number).any() for number in of_hidden):
-            wrong = "keeps what heads mixed where the layer sees no slot"
+        lowest, highest = min(visible, default=math.nan), max(hidden, default=-math.inf)
+        if len(visible) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
+            fault = "looks at other slots than the layer sees"
+        elif not all(self.masks.guard_keeps(guard, number).all() for number in visible):
+            fault = "replaces what heads mixed by 0 where a slot is seen"
+        elif any(self.masks.guard_keeps(guard, number).any() for number in hidden):
+            fault = "keeps what heads mixed where the layer sees no slot"
         else:
             return
         raise ProofError(
-            f"layers.{self.index}.attention: its output guard, by {guard.condition.label}, {wrong}; a checkpoint's "
+            f"layers.{self.index}.attention: its output guard, by {guard.condition.label}, {fault}; a checkpoint's "
             "attention has no such guard."
         )
 
-    def _refuse(self, position: int, what: str) -> None:
+    def _refuse(self, position: int, fault: str) -> None:
         raise ProofError(
-            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {what}."
+            f"layers.{self.index}.attention: the graph and the checkpoint differ at position {position}: {fault}."
         )

@@ -1,7 +1,7 @@
-"""What a file rounds while it computes: how many activations, to which types, and how coarsely.
+"""List what a file rounds while it computes: how many activations, to which types, and how coarsely.
 
-The rounding is the runtime's, and no checkpoint in floats has it; what it costs depends on what real activations are,
-which no file says. So all of it is said, and none of it is a reason to refuse (docs/proof.md).
+The runtime does this rounding, a checkpoint in floats does not. Its cost depends on real activations, which no file
+contains. So it is reported, and is no reason to refuse a file (docs/proof.md).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from mtp_extract.graph.drafter import LOGITS, Walk
 from mtp_extract.graph.flat import FlatGraph, Value, ancestors
 
 
-def list_rounded(graph: FlatGraph, walk: Walk) -> list[dict[str, Any]]:
-    """The activations that ``graph`` rounds, and the weights that an operator does, an entry for each type of tensor.
+def list_rounded(graph: FlatGraph, structure: Walk) -> list[dict[str, Any]]:
+    """List the activations that ``graph`` rounds, and the weights that its operators round, one entry per type.
 
     Returns:
-        per type: ``of`` ("activation" or "weight"), ``type``, ``count``, and whether ``logits`` are among them; of
-        codes also ``steps``, the smallest and the largest step, and ``narrowest``, the lowest and the highest number of
-        the shortest range. Both are None of floats.
+        entries with ``of`` ("activation" or "weight"), ``type``, ``count``, and ``logits``, whether logits are among
+        them. For codes, ``steps`` is the smallest and the largest step, ``narrowest`` the ends of the shortest range;
+        for floats both are None.
 
     Raises:
         UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.activation_scale`.
     """
-    head = next(role.result for role in walk.roles if role.role == "lm_head")
+    head = next(role.result for role in structure.roles if role.role == "lm_head")
     logits = {id(value) for value in ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
     kinds: dict[tuple[str, str], list[Value]] = {}
-    for value in walk.rounded:
+    for value in structure.rounded:
         of = "activation" if value.depends else "weight"
         kinds.setdefault((of, value.tensor.type_name), []).append(value)
     return [
@@ -42,7 +42,6 @@ def list_rounded(graph: FlatGraph, walk: Walk) -> list[dict[str, Any]]:
 
 
 def _summarize_grids(values: Sequence[Value]) -> dict[str, Any]:
-    """The steps and the shortest range of ``values`` of one type."""
     steps, ranges = list[float](), list[tuple[float, float]]()
     for value in values:
         activation = activation_scale(value.tensor)
@@ -59,13 +58,14 @@ def _summarize_grids(values: Sequence[Value]) -> dict[str, Any]:
 
 
 def _round_figure(number: float) -> float:
-    """``number`` with three digits: a printed figure, not one to compute with."""
+    """Round to three digits, for people."""
     return float(np.format_float_positional(number, 3, fractional=False))
 
 
 def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = False) -> str:
-    """What :func:`list_rounded` lists, such as ``18 activations are INT8 in the bundle (steps 0.0073 to 0.19)``; empty
-    where it lists none. With ``ranges`` the shortest range is said, too.
+    """Describe ``entries`` of :func:`list_rounded`; "" if there are none.
+
+    ``ranges`` adds the shortest range. Example: ``18 activations are INT8 in the bundle (steps 0.0073 to 0.19)``.
     """
     parts = list[str]()
     for entry in entries:
@@ -77,7 +77,7 @@ def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = Fa
             details.append("the shortest range {:g} to {:g}".format(*entry["narrowest"]))
         if entry["logits"]:
             details.append("logits among them")
-        what = f"{several(entry['count'], entry['of'])} {'is' if entry['count'] == 1 else 'are'}"
+        subject = f"{several(entry['count'], entry['of'])} {'is' if entry['count'] == 1 else 'are'}"
         place = "" if parts else " in the bundle"
-        parts.append(f"{what} {escape(entry['type'])}{place}" + (f" ({', '.join(details)})" if details else ""))
+        parts.append(f"{subject} {escape(entry['type'])}{place}" + (f" ({', '.join(details)})" if details else ""))
     return ", ".join(parts)

@@ -1,8 +1,8 @@
-"""The proof: what the graph was read as is what the checkpoint computes, for every input.
+"""Prove that the checkpoint computes what the graph computes, for every input.
 
-Reading (:mod:`mtp_extract.graph.reading`) gives every value of the graph the form of one in a drafter, or refuses it.
-What that leaves open is held here: how queries are rotated, at every position; which slots are seen, with every content
-of the masks; the config's numbers; every number of every tensor. docs/proof.md is the whole argument.
+:mod:`mtp_extract.graph.reading` has given every value of the graph a form that a drafter's values have, or refused the
+file. This module checks what that leaves open: the rotation of queries at every position, the visible slots with every
+content of the masks, the config's numbers, and every number of every tensor. docs/proof.md has the whole argument.
 """
 
 from __future__ import annotations
@@ -30,89 +30,92 @@ from mtp_extract.proof.attentions import SlotCheck, check_rotations
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
 
 Read = Callable[[str], Weight]
-"""Role → its tensor as written."""
+"""Role → its tensor as it would be written."""
 
 Proof = Mapping[str, Any]
-"""What was held, as ``mtp-inspect --graph --json`` prints it; a record keeps what :func:`in_words` says of it."""
+"""What was checked, as ``mtp-inspect --graph --json`` prints it; a record has the sentences of :func:`in_words`."""
 
 _SCALE_TOLERANCE, _NUMBER_TOLERANCE = 1e-5, 1e-6
 _LARGEST_KEY_RMS = 16.0
-"""The largest root mean square of a row of K that is reckoned with where its cache is of floats: K is a normalized row
-times a weight, and published weights are below 1.
+"""Bound on the root mean square of a row of K, if its cache holds floats: K is a normalized row times a weight, and
+published weights are below 1.
 """
 _LARGEST_SCORE = 1e30
 _CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 
 @computing("The graph")
-def prove(graph: FlatGraph, walk: Walk, config: DrafterConfig, read: Read) -> Proof:
-    """Compare the checkpoint of ``config`` and ``read``, before it is rounded to the stored type, with ``graph``.
+def prove(graph: FlatGraph, structure: Walk, config: DrafterConfig, read: Read) -> Proof:
+    """Compare the checkpoint, before it is rounded to the stored type, with ``graph``.
 
     Raises:
-        ProofError: they part; the message names the first role at which they do.
-        UnsupportedError: the graph does what cannot be told for every input.
+        ProofError: they differ; the message names the first role that does.
+        UnsupportedError: the graph cannot be compared for every input.
         CheckpointError: a tensor does not have the size that the config says.
     """
-    positions = walk.reading.positions
-    _check_cache_names(walk)
-    _check_config(walk, config)
-    layouts, largest = _list_cache_axes(walk), [_compute_largest_score(graph, walk, i) for i in range(len(walk.layers))]
-    rows, alike = _check_slots(graph, walk, config, largest)
-    coarse = check_rotations(graph, walk, config)
-    _check_tensors(graph.model, walk, config, read)
+    positions = structure.reading.positions
+    _check_cache_names(structure)
+    _check_config(structure, config)
+    cache_axes = _list_cache_axes(structure)
+    largest_scores = [_compute_largest_score(graph, structure, index) for index in range(len(structure.layers))]
+    rows, alike = _check_slots(graph, structure, config, largest_scores)
+    coarse_tables = check_rotations(graph, structure, config)
+    _check_tensors(graph.model, structure, config, read)
     return {
         "positions": positions.slots,
         "position_values": len(positions.rotating),
         "mask_rows": {"computed": rows, "of": positions.slots, "alike": alike},
-        "largest_scores": [float(f"{score:.4g}") for score in largest],
-        "cache_axes": layouts,
-        "rounded_activations": list_rounded(graph, walk),
-        "coarse_tables": coarse,
+        "largest_scores": [float(f"{score:.4g}") for score in largest_scores],
+        "cache_axes": cache_axes,
+        "rounded_activations": list_rounded(graph, structure),
+        "coarse_tables": coarse_tables,
     }
 
 
-def _check_cache_names(walk: Walk) -> None:
-    """The runtime fills caches by their names: what a cache is used for must be what it is called."""
-    for index, layer in enumerate(walk.layers):
+def _check_cache_names(structure: Walk) -> None:
+    """Raise UnsupportedError unless names tell K from V: the runtime fills caches by their names."""
+    for index, layer in enumerate(structure.layers):
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
         if not key or not value or key[1] != "k" or value[1] != "v" or key[2] != value[2]:
             raise UnsupportedError(
-                f"layers.{index}: the input {escape(layer.key)!r} is used as K and {escape(layer.value)!r} as V; the "
-                "runtime fills them by their names, so the file is not what it seems."
+                f"layers.{index}: the input {escape(layer.key)!r} is used as K and {escape(layer.value)!r} as V; "
+                "expected kv_cache_k_N and kv_cache_v_N, because the runtime fills caches by their names."
             )
 
 
-def _check_slots(graph: FlatGraph, walk: Walk, config: DrafterConfig, largest: Sequence[float]) -> tuple[int, bool]:
-    """Check what every layer sees; how many rows were computed, and whether all others are like these."""
-    masks = Masks(graph, walk.reading.positions)
+def _check_slots(
+    graph: FlatGraph, structure: Walk, config: DrafterConfig, largest: Sequence[float]
+) -> tuple[int, bool]:
+    """Check masks and score scale of every layer; return how many rows were computed, and if all others are alike."""
+    masks = Masks(graph, structure.reading.positions)
     rows_of_layer = []
-    for index, layer in enumerate(walk.layers):
+    for index, layer in enumerate(structure.layers):
         scale = layer.rotation.amplitude / layer.query_factor
         rows_of_layer.append(SlotCheck(index, layer, config, masks, largest[index] * abs(scale)).check())
         if not abs(scale / config.attention_scale - 1) <= _SCALE_TOLERANCE:
             raise ProofError(
-                f"layers.{index}.attention: scores are {scale:.6g} times q · K, where the config has "
+                f"layers.{index}.attention: scores are {scale:.6g} times q · K; the config has "
                 f"{config.attention_scale:g}."
             )
     return max(rows for rows, _ in rows_of_layer), all(alike for _, alike in rows_of_layer)
 
 
-def _list_cache_axes(walk: Walk) -> dict[str, list[int]]:
-    """Cache input → its axes of KV heads, slots and dimensions, which all layers must agree on."""
-    layouts: dict[str, list[int]] = {}
-    for index, layer in enumerate(walk.layers):
+def _list_cache_axes(structure: Walk) -> dict[str, list[int]]:
+    """Return each cache input's axes of KV heads, slots and dimensions; ProofError if layers differ in them."""
+    axes_of_cache: dict[str, list[int]] = {}
+    for index, layer in enumerate(structure.layers):
         for name, axes in ((layer.key, layer.attention.scores.axes), (layer.value, layer.attention.axes)):
             head, slot, dimension = axes
-            layout = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
-            if layouts.setdefault(name, layout) != layout:
+            named_axes = [({0, 1, 2, 3} - {slot, dimension}).pop() if head is None else head, slot, dimension]
+            if axes_of_cache.setdefault(name, named_axes) != named_axes:
                 raise ProofError(f"layers.{index}.attention: {name} is read in two ways.")
-    return layouts
+    return axes_of_cache
 
 
-def _compute_largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
-    """|q| ≤ √n · the largest weight of its norm; |k| likewise, or as the grid of its cache has it."""
-    layer = walk.layers[index]
-    role = next(role for role in walk.roles if role.role == f"layers.{index}.q_norm")
+def _compute_largest_score(graph: FlatGraph, structure: Walk, index: int) -> float:
+    """Bound |q · K| of a layer: |q| ≤ √n · largest weight of its norm; |K| by its cache's range, or its RMS bound."""
+    layer = structure.layers[index]
+    role = next(role for role in structure.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     row = math.sqrt(layer.head_dim)
     ends = range_of_codes(graph.inputs[layer.key].tensor)
@@ -120,26 +123,25 @@ def _compute_largest_score(graph: FlatGraph, walk: Walk, index: int) -> float:
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
 
 
-# What is written, number by number, against what the graph holds.
+# Numbers of the checkpoint against those of the graph.
 
 
-def _check_config(walk: Walk, config: DrafterConfig) -> None:
-    """Check the numbers of ``config`` that no attention has."""
-    heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in walk.layers]
+def _check_config(structure: Walk, config: DrafterConfig) -> None:
+    heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in structure.layers]
     written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
-    for name, expected, other in (
-        ("rms_norm_eps", walk.rms_norm_eps, config.rms_norm_eps),
-        ("final_logit_softcap", walk.soft_cap, config.final_logit_softcap),
-        ("hidden_activation", walk.hidden_activation, config.hidden_activation),
+    for name, of_graph, of_config in (
+        ("rms_norm_eps", structure.rms_norm_eps, config.rms_norm_eps),
+        ("final_logit_softcap", structure.soft_cap, config.final_logit_softcap),
+        ("hidden_activation", structure.hidden_activation, config.hidden_activation),
         ("heads", heads, written),
     ):
-        if expected != other:
-            raise ProofError(f"{name}: the graph has {expected}, the config {other}.")
+        if of_graph != of_config:
+            raise ProofError(f"{name}: the graph has {of_graph}, the config {of_config}.")
 
 
-def _check_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: Read) -> None:
-    """Compare every tensor with the constant that plays its role, some rows at a time."""
-    roles = {role.role: role for role in walk.roles if role.tensor is not None}
+def _check_tensors(model: TfliteModel, structure: Walk, config: DrafterConfig, read: Read) -> None:
+    """Compare every tensor with the constant of its role; a role without a constant is ones."""
+    roles = {role.role: role for role in structure.roles if role.tensor is not None}
     for role, shape in shapes_of(config).items():
         weight = read(role.name)
         constant = Constant(model, roles[role.name]) if role.name in roles else constant_weight(shape)
@@ -150,7 +152,6 @@ def _check_tensors(model: TfliteModel, walk: Walk, config: DrafterConfig, read: 
 
 
 def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
-    """Compare every number of ``weight``, the tensor ``name``, with that of ``constant``."""
     for first, last in row_ranges(weight):
         written = weight.floats(first, last).reshape(-1)
         begin = first * weight.columns
@@ -160,28 +161,27 @@ def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
         if wrong.any():
             at = int(wrong.argmax())
             is_huge = size[at] >= LARGEST_FACTOR
-            why = "larger than any of a drafter" if is_huge else f"{written[at]:.6g} in the checkpoint"
+            why = "larger than any number of a drafter" if is_huge else f"{written[at]:.6g} in the checkpoint"
             raise ProofError(f"{name}: number {begin + at} is {stored[at]:.6g} in the graph, {why}.")
 
 
 def _read_numbers(constant: Weight, begin: int, end: int) -> Floats:
-    """Elements ``[begin, end)`` of a constant, flat, as its file stores their scales."""
+    """Return elements ``[begin, end)`` of the flattened constant, F32, dequantized by the scales of its file."""
     if isinstance(constant, Constant) and not constant.folded:
         return unfold_factor(constant.source.floats(begin, end), constant.factor)
     return constant.floats().reshape(-1)[begin:end]
 
 
 def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
-    """Whether ``weight`` is the codes of ``constant`` themselves, each with its own scale, and none of them huge."""
+    """Whether ``weight`` is read from the codes of ``constant``, with the same scales, and holds no huge number."""
     if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None or weight.folded:
         return False
     if weight.source.tensor is not constant.source.tensor or weight.steps.factor != constant.factor:
         return False
-    return _has_steps_of(weight, constant.source)
+    return _has_scales_of(weight, constant.source)
 
 
-def _has_steps_of(weight: Weight, source: QuantizedTensor) -> bool:
-    """Whether the steps of ``weight`` are the scales and zero points of ``source``, and none of its codes is huge."""
+def _has_scales_of(weight: Weight, source: QuantizedTensor) -> bool:
     storage = source.storage
     steps = weight.steps
     if storage.groups > 1 and storage.columns % steps.block:
@@ -195,7 +195,7 @@ def _has_steps_of(weight: Weight, source: QuantizedTensor) -> bool:
 
 
 def in_words(proof: Mapping[str, Any]) -> list[str]:
-    """``proof`` in sentences, as a record keeps it: what was held, and what is not the checkpoint's."""
+    """Describe ``proof`` in sentences, as a record keeps it: what was checked, and what only the bundle rounds."""
     rows = proof["mask_rows"]
     masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else " (equal up to a shift)")
     sentences = [
