@@ -31,7 +31,7 @@ import numpy as np
 
 from mtp_extract.architecture.roles import GEMMA4, roles_of
 from mtp_extract.errors import RoleError, UnsupportedError, escape, few
-from mtp_extract.graph.blocks import Blocks, Norm
+from mtp_extract.graph.blocks import Blocks
 from mtp_extract.graph.call import CONVERSIONS, computing
 from mtp_extract.graph.expressions import Expr, Term
 from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
@@ -129,9 +129,8 @@ class _BaseReader(Blocks):
 
         roles = in_order([_allow_factor_of_one(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
-        return BaseWalk(
-            roles, set_aside(graph, roles), count, width, soft_cap, self.one_epsilon(), self.per_layer_factor
-        )
+        aside = set_aside(graph, roles)
+        return BaseWalk(roles, aside, count, width, soft_cap, self.one_epsilon(), self.per_layer_factor)
 
     def _take_layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
         """Take the layer whose result is ``factor × out``, and return the stream below it and that stream's factor."""
@@ -151,9 +150,8 @@ class _BaseReader(Blocks):
         branch, middle, factor = self.split_residual(name, out)
         product, norm_factor = self.take_norm(f"{name}.post_per_layer_norm", branch)
         if product.kind != "matrix" or factor != 1:
-            raise RoleError(
-                f"{name}.per_layer_projection: expected a product with a matrix, found {self.describe(product)}."
-            )
+            found = self.describe(product)
+            raise RoleError(f"{name}.per_layer_projection: expected a product with a matrix, found {found}.")
 
         gate, scale, embedding, share = self.split_gated_product(f"{name}.per_layer_gate", product.parts[1])
         self.layer_embeddings[index] = embedding
@@ -161,8 +159,7 @@ class _BaseReader(Blocks):
         is_halved = _is_near(sum_factor, _HALF_ROOT)
         if not is_halved and not _is_near(sum_factor, 1.0):
             raise RoleError(
-                f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} on their sum with the projection, found "
-                f"{sum_factor:g}."
+                f"the per-layer embeddings: expected the factor {_HALF_ROOT:g} on their sum, found {sum_factor:g}."
             )
         self.take_matrix(f"{name}.per_layer_projection", product, norm_factor, meant=norm_factor)
         if not is_halved:
@@ -234,9 +231,8 @@ class _BaseReader(Blocks):
         """Return the nearest norms, and the names of the written caches, that ``start`` is computed from."""
         sources = list(ancestors(start, self.stops))
         norms = {self.norms[id(value)] for value in sources if id(value) in self.norms}
-        return norms, {
-            name for name, node in self.cache_writers.items() if any(value.producer is node for value in sources)
-        }
+        producers = {value.producer for value in sources}
+        return norms, {name for name, node in self.cache_writers.items() if node in producers}
 
     def _find_cache_norm(self, cache: str) -> Expr:
         norms, _ = self._find_sources(self.cache_writers[cache].operand(1))
@@ -256,10 +252,7 @@ class _BaseReader(Blocks):
         if self.layer_of_normed[normed] != first:
             raise RoleError(f"{name}: its K goes to {escape(cache)}, whose first reader is layers.{first}.")
         self.take_matrix(f"{name}.k_proj", *self.take_norm(f"{name}.k_norm", k_norm))
-        self._take_values(name, normed, None if v_norm is k_norm else self.match_norm(v_norm))
-
-    def _take_values(self, name: str, normed: Expr, value_norm: Norm | None) -> None:
-        """Take V, which has a norm without a weight and is computed from ``normed``, as K is."""
+        value_norm = None if v_norm is k_norm else self.match_norm(v_norm)
         if value_norm is None or not self._is_ones(value_norm.weight):
             raise UnsupportedError(f"{name}: its V norm has a weight, or is that of K; Gemma 4's has none.")
         self.eps.add(float(f"{value_norm.eps:.6g}"))
@@ -290,9 +283,8 @@ def _list_caches(graph: FlatGraph) -> list[str]:
 
 def _find_cache_writers(graph: FlatGraph) -> dict[str, Node]:
     """Return the DYNAMIC_UPDATE_SLICE that writes each cache output."""
-    writers = {
-        name: source_through(graph.outputs[name], ("RESHAPE", *CONVERSIONS)).producer for name in _list_caches(graph)
-    }
+    through = ("RESHAPE", *CONVERSIONS)
+    writers = {name: source_through(graph.outputs[name], through).producer for name in _list_caches(graph)}
     return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
@@ -314,24 +306,19 @@ def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
     roles_of_value = [(value, by_place.get(_locate_constant(graph, value.tensor), [])) for value in numbers]
     matched = [replace(role, tensor=value.tensor, result=None) for value, roles in roles_of_value for role in roles]
 
-    strangers = [value for value, roles in roles_of_value if not roles]
+    unmatched = [value for value, roles in roles_of_value if not roles]
     # A constant of several roles does not tell which of them the signature computes.
     computed = {roles[0].role for _, roles in roles_of_value if len(roles) == 1}
     present = {role.role for role in matched}
     missing = [role for role in _list_expected_roles(decoder, computed) if role.role not in present]
-    matched += _match_by_numbers(graph, decoder, missing, strangers)
-    _check_strangers(strangers, matched)
-    roles = in_order(matched)
-    return BaseWalk(roles, set_aside(graph, roles), 0, decoder.width, None, None)
-
-
-def _check_strangers(strangers: Sequence[Value], matched: Sequence[FoundRole]) -> None:
-    """Raise UnsupportedError if one of ``strangers``, which share no bytes with a weight, is a weight."""
+    matched += _match_by_numbers(graph, decoder, missing, unmatched)
     keys = {role.key for role in matched}
-    for value in strangers:
+    for value in unmatched:
         tensor = value.tensor
         if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
             raise UnsupportedError(f"{value.label} is a weight that the signature of the logits does not have.")
+    roles = in_order(matched)
+    return BaseWalk(roles, set_aside(graph, roles), 0, decoder.width, None, None)
 
 
 _Place = tuple[int, tuple[int, ...]]
@@ -343,20 +330,19 @@ def _locate_constant(graph: FlatGraph, tensor: Tensor) -> _Place:
 
 
 def _match_by_numbers(
-    graph: FlatGraph, decoder: BaseWalk, missing: Sequence[FoundRole], strangers: Sequence[Value]
+    graph: FlatGraph, decoder: BaseWalk, missing: Sequence[FoundRole], unmatched: Sequence[Value]
 ) -> Iterator[FoundRole]:
-    """Yield the ``missing`` roles, each with a constant among ``strangers`` that holds the same numbers."""
+    """Yield the ``missing`` roles, each with a constant among ``unmatched`` that holds the same numbers."""
     by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
     for role in missing:
         if role.tensor is not None:
             by_numbers[_make_content_key(graph, role.tensor)].append(role)
     if not by_numbers:
         return
-    no_weights = {
-        _make_content_key(graph, entry.tensor) for entry in decoder.aside if entry.tensor.type in NUMBER_TYPES
-    }
+    other_tensors = (constant.tensor for constant in decoder.aside)
+    no_weights = {_make_content_key(graph, tensor) for tensor in other_tensors if tensor.type in NUMBER_TYPES}
     present = set[object]()
-    for value in strangers:
+    for value in unmatched:
         content = _make_content_key(graph, value.tensor)
         roles = by_numbers.get(content, [])
         if roles and content in no_weights:

@@ -254,9 +254,7 @@ class Blocks:
         self.matched = total
         norms = [e for e in total.terms if self.match_norm(e) is not None]
         if len(total.terms) != 2 or len(norms) != 1 or not is_close(total.terms[norms[0]], self.find_scale(norms[0])):
-            raise RoleError(
-                f"{name}: expected the sum of the residual stream and a norm, found {self.describe(total)}."
-            )
+            raise RoleError(f"{name}: expected the residual stream plus a norm, found {self.describe(total)}.")
         (stream,) = (e for e in total.terms if e is not norms[0])
         return norms[0], stream, total.terms[stream]
 
@@ -266,21 +264,17 @@ class Blocks:
         if factor != 1:
             raise RoleError(f"{name}: its residual stream is scaled within the layer.")
         product, norm_factor = self.take_norm(f"{name}.post_ffw_norm", branch)
-        normed, meant = self._take_gate_and_up(name, product)
-        self.take_matrix(f"{name}.down_proj", product, norm_factor, meant=meant)
-        self.take_norm_of_stream(f"{name}.pre_ffw_norm", normed, middle, 1.0)
-        return middle
-
-    def _take_gate_and_up(self, name: str, product: Expr) -> tuple[Expr, float]:
-        """Take ``gate_proj`` and ``up_proj``; return what both read, and ``meant`` of ``down_proj``."""
         self.matched = product
         if product.kind != "matrix":
             raise RoleError(f"{name}.down_proj: expected a product with a matrix, found {self.describe(product)}.")
+
         gate, scale, up, share = self.split_gated_product(f"{name}.gate_proj, {name}.up_proj", product.parts[1])
-        operand = self.take_matrix(f"{name}.gate_proj", gate, scale)
-        if self.take_matrix(f"{name}.up_proj", up, 1.0) is not operand:
+        normed = self.take_matrix(f"{name}.gate_proj", gate, scale)
+        if self.take_matrix(f"{name}.up_proj", up, 1.0) is not normed:
             raise RoleError(f"{name}.gate_proj and {name}.up_proj read different values.")
-        return operand, 1 / share
+        self.take_matrix(f"{name}.down_proj", product, norm_factor, meant=1 / share)
+        self.take_norm_of_stream(f"{name}.pre_ffw_norm", normed, middle, 1.0)
+        return middle
 
     # Gated products.
 
@@ -319,9 +313,7 @@ class Blocks:
                     yield gate, "gelu_pytorch_tanh", scale, share / scale
 
     def _match_half_of_gelu(self, half: Expr, gate: Expr) -> tuple[float, float] | None:
-        """Return scale and share of ``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``; None if
-        ``half`` is another function.
-        """
+        """Return scale and share of ``share/2 · (1 + tanh(slope · (scale · gate + cube · (scale · gate)³)))``."""
         unit = half.terms.get(self.expressions.one, 0.0)
         function = next((e for e in half.terms if e.kind == "function"), None)
         if function is None or len(half.terms) != 2 or not is_close(half.terms[function], unit):
@@ -330,7 +322,8 @@ class Blocks:
         cubed = self.expressions.product({gate: 3.0}, gate.size)
         if name != "TANH" or set(inner.terms) != {gate, cubed}:
             return None
-        scale, cube = inner.terms[gate] * factor / _GELU_SLOPE, inner.terms[cubed] * factor
+        scale = inner.terms[gate] * factor / _GELU_SLOPE
+        cube = inner.terms[cubed] * factor
         return (scale, 2 * unit) if is_close(cube, _GELU_SLOPE * _GELU_CUBE * scale**3) else None
 
 

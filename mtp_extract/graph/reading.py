@@ -64,9 +64,7 @@ _ROUNDING_TOLERANCE = 1e-5
 """Relative change of a computed constant that is allowed when last bits of intermediate results change."""
 _LARGEST_AXIS = 1 << 20
 _MOST_TOLD_APART = 1 << 20
-"""Elements of the largest value that is followed element by element in a graph that is not read strictly. Caches of
-a base are larger.
-"""
+"""Elements of the largest value that is followed element by element, unless reading is strict; caches are larger."""
 
 
 def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True) -> ReadGraph:
@@ -246,10 +244,7 @@ def _check_operands(node: Node) -> None:
 
 
 def _check_codes(node: Node, operands: Sequence[Value]) -> None:
-    """Raise UnreadableError if ``node`` takes integer codes for the numbers they stand for.
-
-    Codes may be moved, or selected if all have one scale; any other kernel must use their scales.
-    """
+    """Raise UnreadableError if a kernel takes codes for the numbers they stand for; moving them is no computation."""
     tensors = [value.tensor for value in (*operands, *node.outputs)]
     if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
         return
@@ -297,9 +292,7 @@ def _read_constant(reading: ReadGraph, value: Value) -> Term | None:
 
 def _multiply_matrix(reading: ReadGraph, node: Node) -> Term:
     if node.operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
-        raise UnreadableError(
-            "has a result of another type than its operand, or more operands than a matrix and a bias"
-        )
+        raise UnreadableError("changes the type of numbers, or has more operands than a matrix and a bias")
     weight = weight_of(reading.graph, node)
     between = (value for value in ancestors(node.operand(1)) if value.producer is not None)
     reading.rounded += [value for value in between if has_few_bits(value.tensor)]
@@ -342,10 +335,8 @@ def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> 
             return expressions.add(first, second, -1.0 if node.kind == "SUB" else 1.0)
         case "NEG":
             return replace(first, factor=-first.factor)
-        case "MUL":
+        case "MUL" | "SQUARE":
             return expressions.multiply(first, second)
-        case "SQUARE":
-            return expressions.multiply(first, first)
         case "SQRT" | "RSQRT":
             return expressions.power(first, 0.5 if node.kind == "SQRT" else -0.5)
         case "DIV" if number:

@@ -17,13 +17,12 @@ from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import Layer, Walk
 from mtp_extract.graph.evaluate import LAYOUT, computes_with_rounded
-from mtp_extract.graph.expressions import Doubles, Ids
+from mtp_extract.graph.expressions import Doubles
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, ancestors
 from mtp_extract.graph.forms import OutputGuard
 from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.rotation import frequencies
-from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 
 _COSINE_TOLERANCE, _ANGLE_TOLERANCE = 2e-6, 3.5e-8
@@ -112,22 +111,16 @@ def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating],
         for function, coefficients in ((np.cos, computed[:2]), (np.sin, computed[2:])):
             expected = function(angle).astype(np.float32)
             for coefficient in {id(c): c for c in coefficients}.values():
-                if text := _describe_first_difference(positions, np.abs(coefficient.T - expected), allowed):
-                    return text
+                error = np.abs(coefficient.T - expected)
+                wrong = ~(error.max(1) <= allowed)
+                if wrong.any():
+                    entry = int(wrong.argmax())
+                    row = int((~(error[entry] <= allowed[entry])).argmax())
+                    return (
+                        f"at position {positions[row]} its query's rotation has a cosine or sine that is "
+                        f"{error[entry, row]:.3g} off the config's RoPE (frequency {entry})"
+                    )
     return ""
-
-
-def _describe_first_difference(positions: Ids, difference: Floats, allowed: npt.NDArray[np.floating]) -> str:
-    """Describe the first ``difference``, ``[half, positions]``, above ``allowed``, ``[half]``; "" if there is none."""
-    wrong = ~(difference.max(1) <= allowed)
-    if not wrong.any():
-        return ""
-    entry = int(wrong.argmax())
-    row = int((~(difference[entry] <= allowed[entry])).argmax())
-    return (
-        f"at position {positions[row]} its query's rotation has a cosine or sine that is {difference[entry, row]:.3g} "
-        f"off the config's RoPE (frequency {entry})"
-    )
 
 
 def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:

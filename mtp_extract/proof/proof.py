@@ -23,7 +23,7 @@ from mtp_extract.graph.drafter import Walk
 from mtp_extract.graph.expressions import LARGEST_FACTOR
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
-from mtp_extract.litertlm.quantized import QuantizedTensor, read_floats
+from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.attentions import SlotCheck, check_rotations
@@ -178,12 +178,8 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
         return False
     if weight.source.tensor is not constant.source.tensor or weight.steps.factor != constant.factor:
         return False
-    return _has_scales_of(weight, constant.source)
-
-
-def _has_scales_of(weight: Weight, source: QuantizedTensor) -> bool:
+    source, steps = constant.source, weight.steps
     storage = source.storage
-    steps = weight.steps
     if storage.groups > 1 and storage.columns % steps.block:
         return False
     first_elements = np.arange(weight.rows)[:, None] * weight.columns + np.arange(0, weight.columns, steps.block)
