@@ -71,7 +71,7 @@ def check_rotations(graph: FlatGraph, structure: Walk, config: DrafterConfig) ->
 def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) -> str:
     """Check the rotation of a layer; return the half-precision types that it is stored in, "" for none."""
     slots = layer.rotation.positions.slots
-    doubt, held_in = _find_rounding(graph, layer.rotation.values)
+    coefficient_rounding, held_in = _find_rounding(graph, layer.rotation.values)
     rounding = layer.frequency_rounding if held_in else 0.0
     error = np.abs(layer.inverse_frequencies - exact)
     allowed = exact * _FREQUENCY_TOLERANCE + rounding + _COSINE_TOLERANCE / slots
@@ -83,18 +83,20 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
             f"position; the config's RoPE has {exact[worst]:.8g}."
         )
 
-    frequencies_in_use = (exact if doubt else layer.inverse_frequencies).astype(np.float32)
+    frequencies_in_use = (exact if coefficient_rounding else layer.inverse_frequencies).astype(np.float32)
     # Hardware rounds the last bit of powers and exponentials differently; the result must not depend on it.
     for last_bits in (0, 1, -1) if computes_with_rounded(graph, layer.rotation.values) else (0,):
-        difference = _find_difference(layer, frequencies_in_use, doubt, last_bits)
+        difference = _find_difference(layer, frequencies_in_use, coefficient_rounding, last_bits)
         # Exporters that store a table compute it in float64.
-        if difference and _find_difference(layer, exact, doubt, last_bits):
+        if difference and _find_difference(layer, exact, coefficient_rounding, last_bits):
             hardware = ", on hardware that rounds powers and sines otherwise" if last_bits else ""
             raise ProofError(f"layers.{index}.attention: {difference}{hardware}.")
     return held_in
 
 
-def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating], doubt: float, last_bits: int) -> str:
+def _find_difference(
+    layer: Layer, frequencies_in_use: npt.NDArray[np.floating], coefficient_rounding: float, last_bits: int
+) -> str:
     """Describe where cosines or sines differ from those of ``frequencies_in_use``; "" if nowhere.
 
     Angles are computed in the type of ``frequencies_in_use``.
@@ -103,7 +105,7 @@ def _find_difference(layer: Layer, frequencies_in_use: npt.NDArray[np.floating],
         # [frequencies, positions], the memory order of the graph's own numbers.
         angle = frequencies_in_use[:, None] * positions.astype(frequencies_in_use.dtype)
         allowed = (
-            np.float32(_COSINE_TOLERANCE + doubt)
+            np.float32(_COSINE_TOLERANCE + coefficient_rounding)
             + np.float32(_ANGLE_TOLERANCE * (positions[-1] + 1)) * frequencies_in_use
         )
         if last_bits:
@@ -128,12 +130,12 @@ def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, st
     sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
     tables = _list_tables(values, sources)
     # A FLOAT32 table whose numbers are all exact in FLOAT16 was half precision before a converter widened it.
-    doubts = [_ROUNDING_OF_TYPE[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
+    roundings = [_ROUNDING_OF_TYPE[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
     # A CAST may also round computed cosines to half precision before they multiply a query.
-    doubts += [_ROUNDING_OF_TYPE.get(table.tensor.type, 0.0) for table in tables]
-    doubt = max(doubts, default=0.0)
+    roundings += [_ROUNDING_OF_TYPE.get(table.tensor.type, 0.0) for table in tables]
+    coefficient_rounding = max(roundings, default=0.0)
     types = {source.tensor.type_name for source in sources if source.tensor.type in _ROUNDING_OF_TYPE}
-    return doubt, " and ".join(sorted(types)) or ("half precision" if doubt else "")
+    return coefficient_rounding, " and ".join(sorted(types)) or ("half precision" if coefficient_rounding else "")
 
 
 def _list_tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Value]:

@@ -33,7 +33,7 @@ Read = Callable[[str], Weight]
 """Role → its tensor as it would be written."""
 
 Proof = Mapping[str, Any]
-"""What was checked, as ``mtp-inspect --graph --json`` prints it; a record has the sentences of :func:`in_words`."""
+"""What was checked, as ``mtp-inspect --graph --json`` prints it; a record has :func:`in_words` of it."""
 
 _SCALE_TOLERANCE, _NUMBER_TOLERANCE = 1e-5, 1e-6
 _LARGEST_KEY_RMS = 16.0
