@@ -1,4 +1,4 @@
-"""The walk through a base's graphs: what is found where, and what is refused when something is elsewhere."""
+"""Roles of a base's graphs: where each is found, and what is refused when it is elsewhere."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from helpers.make_bundle import DRAFTER, Part, bundle, code_of, drafter_of, kind
 from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, roles_of
 
 DECODE = 1
+DECODER = "prefill_decode"
 
 
 def test_every_role_is_found_in_every_signature(sample: Path) -> None:
@@ -25,11 +26,10 @@ def test_every_role_is_found_in_every_signature(sample: Path) -> None:
     expected = {role.name for role in roles_of(6, architecture=GEMMA4)} - absent
     assert set(found.places) == expected
     for role, places in found.places.items():
-        own = ("pre_attention_norm", "k_proj", "k_norm", "v_proj")
-        own_cache = role.startswith("layers.3.") and role.split(".")[2] in own
+        is_for_cache = role in [f"layers.3.{name}" for name in ("pre_attention_norm", "k_proj", "k_norm", "v_proj")]
         if role.startswith("embed_tokens"):
             assert len(places) == 1
-        elif role.startswith(("layers.0.", "layers.1.", "layers.2.", "per_layer")) or own_cache:
+        elif role.startswith(("layers.0.", "layers.1.", "layers.2.", "per_layer")) or is_for_cache:
             assert len(places) == 3, role  # prefill_32, decode, verify
         else:
             assert len(places) == 2, role  # decode, verify
@@ -38,73 +38,74 @@ def test_every_role_is_found_in_every_signature(sample: Path) -> None:
         assert len({p.model.locate(p.found.tensor).begin for p in places if p.found.tensor}) == 1
 
 
-def _ops(model: Any, subgraph: int, name: str) -> list[Any]:
+def list_ops(model: Any, subgraph: int, name: str) -> list[Any]:
     return [op for op in model.subgraphs[subgraph].operators if kind(model, op) == name]
 
 
-def _set(model: Any, subgraph: int, tensor: int, values: Any) -> None:
+def set_numbers(model: Any, subgraph: int, tensor: int, values: Any) -> None:
     set_buffer(model, model.subgraphs[subgraph].tensors[tensor], values.tobytes())
 
 
-def _slices(model: Any) -> None:
+def swap_per_layer_parts(model: Any) -> None:
     """Two layers take each other's part of the per-layer embeddings."""
-    parts = [op for op in _ops(model, DECODE, "SLICE") if model.subgraphs[DECODE].tensors[op.outputs[0]].shape[-2] == 1]
-    tables = [op for op in parts if model.subgraphs[DECODE].tensors[op.inputs[0]].shape[-2] == 6]
+    tensors, slices = model.subgraphs[DECODE].tensors, list_ops(model, DECODE, "SLICE")
+    parts = [op for op in slices if tensors[op.outputs[0]].shape[-2] == 1]
+    tables = [op for op in parts if tensors[op.inputs[0]].shape[-2] == 6]
     tables[1].inputs[1], tables[2].inputs[1] = tables[2].inputs[1], tables[1].inputs[1]
 
 
-def _constant_of(model: Any, values: Any, *, subgraph: int = DECODE) -> int:
+def find_constant(model: Any, values: Any, *, subgraph: int = DECODE) -> int:
     """The tensor that holds ``values``."""
     data = np.asarray(values, np.float32).tobytes()
     for index, tensor in enumerate(model.subgraphs[subgraph].tensors):
-        held = model.buffers[tensor.buffer].data
-        if held is not None and tensor.type == schema.TensorType.FLOAT32 and bytes(held) == data:
+        stored = model.buffers[tensor.buffer].data
+        if stored is not None and tensor.type == schema.TensorType.FLOAT32 and bytes(stored) == data:
             return index
     raise AssertionError("no such constant")
 
 
-def _v_norm(model: Any) -> None:
-    _set(model, DECODE, _constant_of(model, np.ones(32)), np.full(32, 2, np.float32))
+def double_v_norm(model: Any) -> None:
+    set_numbers(model, DECODE, find_constant(model, np.ones(32)), np.full(32, 2, np.float32))
 
 
-def _number(old: float, new: float, subgraph: int = DECODE) -> Callable[[Any], None]:
+def change_number(old: float, new: float, subgraph: int = DECODE) -> Callable[[Any], None]:
     def change(model: Any) -> None:
-        _set(model, subgraph, _constant_of(model, [old], subgraph=subgraph), np.array([new], np.float32))
+        set_numbers(model, subgraph, find_constant(model, [old], subgraph=subgraph), np.array([new], np.float32))
 
     return change
 
 
-def _projections(model: Any, name: str) -> list[Any]:
+def list_projections(model: Any, name: str) -> list[Any]:
     """FULLY_CONNECTED ops by what exporters call their weight."""
     tensors = model.subgraphs[DECODE].tensors
-    return [op for op in _ops(model, DECODE, "FULLY_CONNECTED") if name in tensors[op.inputs[1]].name.decode()]
+    return [op for op in list_ops(model, DECODE, "FULLY_CONNECTED") if name in tensors[op.inputs[1]].name.decode()]
 
 
-def _key_from_elsewhere(model: Any) -> None:
+def compute_key_from_layer_0(model: Any) -> None:
     """K of layer 1 is computed from what layer 0 reads."""
-    first, second = _projections(model, "Linear_k_proj")[:2]
+    first, second = list_projections(model, "Linear_k_proj")[:2]
     second.inputs[0] = first.inputs[0]
 
 
-def _old_cache(model: Any) -> None:
+def read_old_cache(model: Any) -> None:
     """The attention reads the cache as it was before this step."""
-    writer = _ops(model, DECODE, "DYNAMIC_UPDATE_SLICE")[0]
+    writer = list_ops(model, DECODE, "DYNAMIC_UPDATE_SLICE")[0]
     for op in model.subgraphs[DECODE].operators:
         if kind(model, op) == "BATCH_MATMUL":
             op.inputs = [writer.inputs[0] if i == writer.outputs[0] else i for i in op.inputs]
 
 
-def _head_before_norm(model: Any) -> None:
+def move_head_before_norm(model: Any) -> None:
     """The logits are computed from the stream before the last norm."""
-    head = _ops(model, DECODE, "FULLY_CONNECTED")[-1]
+    head = list_ops(model, DECODE, "FULLY_CONNECTED")[-1]
     norm = next(op for op in reversed(model.subgraphs[DECODE].operators) if list(op.outputs) == [head.inputs[0]])
     head.inputs[0] = norm.inputs[0]
 
 
-def _relu(model: Any) -> None:
+def make_gate_relu(model: Any) -> None:
     """The gate of the per-layer branch is another function."""
     tensors = model.subgraphs[DECODE].tensors
-    gelu = next(op for op in _ops(model, DECODE, "GELU") if tensors[op.inputs[0]].shape[-1] == 32)
+    gelu = next(op for op in list_ops(model, DECODE, "GELU") if tensors[op.inputs[0]].shape[-1] == 32)
     gelu.opcodeIndex = code_of(model, "RELU")
     gelu.builtinOptions, gelu.builtinOptionsType = None, 0
 
@@ -112,23 +113,23 @@ def _relu(model: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "edit", "error", "words"),
     [
-        ("prefill_decode", _slices, RoleError, r"layers\.1: expected the part of the per-layer embeddings at 32"),
-        ("prefill_decode", _v_norm, UnsupportedError, "its V norm has a weight"),
-        ("prefill_decode", _number(2**-0.5, 0.5), RoleError, "the per-layer embeddings: expected the factor 0.707107"),
-        ("prefill_decode", _number(0.125, 0.25), RoleError, "per_layer_model_projection: expected the factor 0.125"),
+        (DECODER, swap_per_layer_parts, RoleError, r"layers\.1: expected the part of the per-layer embeddings at 32"),
+        (DECODER, double_v_norm, UnsupportedError, "its V norm has a weight"),
+        (DECODER, change_number(2**-0.5, 0.5), RoleError, "the per-layer embeddings: expected the factor 0.707107"),
+        (DECODER, change_number(0.125, 0.25), RoleError, "per_layer_model_projection: expected the factor 0.125"),
         (
-            "prefill_decode",
-            _key_from_elsewhere,
+            DECODER,
+            compute_key_from_layer_0,
             RoleError,
             r"layers\.0: its K goes to kv_cache_k_1, whose first reader is layers\.1",
         ),
-        ("prefill_decode", _old_cache, RoleError, "cache that DYNAMIC_UPDATE_SLICE writes"),
-        ("prefill_decode", _head_before_norm, RoleError, "final_norm"),
-        ("prefill_decode", _relu, RoleError, "per_layer_gate"),
-        ("embedder", _number(8, 4, 0), RoleError, "embed_tokens: expected the factor 8"),
+        (DECODER, read_old_cache, RoleError, "cache that DYNAMIC_UPDATE_SLICE writes"),
+        (DECODER, move_head_before_norm, RoleError, "final_norm"),
+        (DECODER, make_gate_relu, RoleError, "per_layer_gate"),
+        ("embedder", change_number(8, 4, 0), RoleError, "embed_tokens: expected the factor 8"),
         (
             "per_layer_embedder",
-            _number(32**0.5, 2, 0),
+            change_number(32**0.5, 2, 0),
             RoleError,
             "embed_tokens_per_layer: expected the factor 5.65685",
         ),
@@ -146,5 +147,5 @@ def test_what_is_elsewhere_is_refused_by_name(
 def test_a_bundle_without_a_base_says_so(tmp_path: Path, sample: Path) -> None:
     path = tmp_path / "drafter.litertlm"
     path.write_bytes(bundle([Part(3, drafter_of(sample), DRAFTER)]))
-    with pytest.raises(UnsupportedError, match="prefill_decode"):
+    with pytest.raises(UnsupportedError, match=DECODER):
         base(path)

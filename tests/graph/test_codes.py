@@ -1,4 +1,4 @@
-"""Which of LiteRT's kernels compute with the numbers that codes stand for, and how static exports are read."""
+"""Which of LiteRT's kernels compute with what codes stand for, and how each value of a static export is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adversary.edits import Edit, an_edit, over_int, quantized, through
 from ai_edge_litert import schema_py_generated as schema
 from helpers.one_op import Grid, OneOp, const
 from helpers.surgery import Graph
-from proof.test_grids import proven
+from proof.test_grids import prove_with
 from seam import MtpExtractError
 
 from mtp_extract.graph.call import activation_scale
@@ -40,15 +40,15 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 }
 
 
-def error_in_steps(kind: str, step: float) -> float:
-    """Return the largest error of the INT8 kernel, against the function of the dequantized codes, in result steps."""
+def measure_error_in_steps(kind: str, step: float) -> float:
+    """How far the INT8 kernel is from the function of what its codes stand for, in steps of its result."""
     function, others, options = KERNELS[kind]
     operands = tuple(RNG.integers(20, 120, (4, 6)).astype(np.int8) for _ in range(getattr(function, "nin", 1)))
     grid = Grid((0.01,), (-10,))
     case = OneOp(kind, (*operands, *others), options, ("int8",), Grid((step,), (-20,)), grid)
-    (computed,) = case.interpreted()
-    expected = function(*((codes.astype(np.float64) + 10) * 0.01 for codes in operands))
-    return float(np.abs(computed - expected).max() / step)
+    (found,) = case.interpreted()
+    wanted = function(*((codes.astype(np.float64) + 10) * 0.01 for codes in operands))
+    return float(np.abs(found - wanted).max() / step)
 
 
 STEPS = {"ADD": 0.02, "SUB": 0.01, "MUL": 0.012, "DIV": 0.03, "SUM": 0.06, "RSQRT": 0.016}
@@ -57,13 +57,13 @@ STEPS = {"ADD": 0.02, "SUB": 0.01, "MUL": 0.012, "DIV": 0.03, "SUM": 0.06, "RSQR
 @pytest.mark.parametrize("kind", sorted(set(KERNELS) - {"MINIMUM", "MAXIMUM", "NEG"}))
 def test_a_kernel_that_is_read_computes_by_scales(kind: str) -> None:
     assert kind in COMPUTED_BY_SCALES
-    assert error_in_steps(kind, STEPS.get(kind, 0.011)) <= 1
+    assert measure_error_in_steps(kind, STEPS.get(kind, 0.011)) <= 1
 
 
 @pytest.mark.parametrize("kind", ["MINIMUM", "MAXIMUM", "NEG"])
 def test_a_kernel_that_takes_codes_for_numbers_is_not_read(kind: str) -> None:
     assert kind not in COMPUTED_BY_SCALES
-    assert error_in_steps(kind, 0.02) > 5
+    assert measure_error_in_steps(kind, 0.02) > 5
 
 
 def test_int16_has_no_zero_point() -> None:
@@ -77,9 +77,9 @@ def test_int16_has_no_zero_point() -> None:
         activation_scale(tensor)
 
 
-def rounded(place: str, edit: Edit) -> Any:
-    """Return the rounded activations of a sound drafter with ``edit`` behind ``place``."""
-    return proven(place, edit)["rounded_activations"]
+def list_rounded_with(place: str, edit: Edit) -> Any:
+    """What a sound drafter rounds with ``edit`` behind ``place``."""
+    return prove_with(place, edit)["rounded_activations"]
 
 
 INSIDE = ("0.query_normed", "0.rotated", "0.queries", "0.scores", "0.probabilities", "0.attended", "0.key", "0.value")
@@ -89,13 +89,13 @@ INSIDE = ("0.query_normed", "0.rotated", "0.queries", "0.scores", "0.probabiliti
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, ml_dtypes.bfloat16])
 def test_what_is_rounded_inside_an_attention_is_read_and_said(place: str, dtype: Any) -> None:
     edit = over_int(0.05, 3) if dtype is np.int8 else through(dtype)
-    (entry,) = rounded(place, edit)
+    (entry,) = list_rounded_with(place, edit)
     assert (entry["type"], entry["count"]) == (np.dtype(dtype).name.upper(), 1)
 
 
 @an_edit
-def reshaped_codes(g: Graph, x: int) -> int:
-    """RESHAPE of codes, as in Google's q projections."""
+def reshape_codes(g: Graph, x: int) -> int:
+    """RESHAPE while the value is held as codes, as Google's q projections are."""
     codes = quantized(g, x, 0.1)
     shape = g.shape(x)
     moved = g.call("RESHAPE", codes, np.array([1, *shape], np.int32), shape=[1, *shape], dtype=np.int8)
@@ -104,21 +104,21 @@ def reshaped_codes(g: Graph, x: int) -> int:
 
 
 def test_codes_that_are_moved_are_one_rounding() -> None:
-    (entry,) = rounded("0.query", reshaped_codes())
+    (entry,) = list_rounded_with("0.query", reshape_codes())
     assert (entry["count"], entry["steps"]) == (1, [0.1, 0.1])
 
 
 @an_edit
-def sum_of_codes(g: Graph, x: int) -> int:
-    """Add the codes of the value and of its half, whose scales differ from each other and from the result's."""
-    codes, half = quantized(g, x, 0.1), quantized(g, g.mul(x, np.float32(0.5)), 0.05, 4)
-    total = g.call("ADD", codes, half, shape=g.shape(x), dtype=np.int8)
-    g.main.tensors[total].quantization = g.main.tensors[codes].quantization
-    return g.mul(g.call("DEQUANTIZE", total, dtype=np.float32), np.float32(1 / 1.5))
+def add_codes(g: Graph, x: int) -> int:
+    """The value and itself, halved, added as codes: of another scale than the result."""
+    one, half = quantized(g, x, 0.1), quantized(g, g.mul(x, np.float32(0.5)), 0.05, 4)
+    made = g.call("ADD", one, half, shape=g.shape(x), dtype=np.int8)
+    g.main.tensors[made].quantization = g.main.tensors[one].quantization
+    return g.mul(g.call("DEQUANTIZE", made, dtype=np.float32), np.float32(1 / 1.5))
 
 
 def test_a_sum_of_codes_is_the_sum_of_what_they_stand_for() -> None:
-    (entry,) = rounded("1.stream", sum_of_codes())
+    (entry,) = list_rounded_with("1.stream", add_codes())
     assert (entry["count"], entry["steps"]) == (3, [0.05, 0.1])
 
 
@@ -139,4 +139,4 @@ WRONG: dict[str, tuple[str, Edit, str]] = {
 def test_what_is_more_than_rounding_is_refused(fault: str) -> None:
     place, edit, noun = WRONG[fault]
     with pytest.raises(MtpExtractError, match=noun):
-        rounded(place, edit)
+        list_rounded_with(place, edit)

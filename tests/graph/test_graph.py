@@ -31,18 +31,18 @@ GEOMETRY = json.loads((HERE / "variants" / "geometry.json").read_text())
 """What the record says of the usual variant, and by name of a variant what is otherwise."""
 
 
-def found(name: str) -> Shard:
+def read_variant(name: str) -> Shard:
     return read(variant(name))
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_geometry(name: str) -> None:
-    assert found(name).config.as_json() == GEOMETRY["usual"] | GEOMETRY.get(name, {})
+    assert read_variant(name).config.as_json() == GEOMETRY["usual"] | GEOMETRY.get(name, {})
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_roles_are_complete_and_unique(name: str) -> None:
-    drafter = found(name)
+    drafter = read_variant(name)
     roles = Counter(r.role for r in drafter.walk.roles)
     assert max(roles.values()) == 1
     expected = {r.name for r in roles_of(4)}
@@ -58,19 +58,19 @@ def test_roles_are_complete_and_unique(name: str) -> None:
 
 
 def test_shared_q_norm_is_one_constant() -> None:
-    tensors = {r.role: r.tensor for r in found("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
+    tensors = {r.role: r.tensor for r in read_variant("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
     assert tensors["layers.0.q_norm"] is tensors["layers.1.q_norm"] is tensors["layers.2.q_norm"]
     assert tensors["layers.3.q_norm"] is not tensors["layers.0.q_norm"]
 
 
 def test_weights_of_one_that_were_folded_away_are_ones() -> None:
-    norms = [r for r in found("torch_unit_plain_norm").walk.roles if "norm" in r.role]
+    norms = [r for r in read_variant("torch_unit_plain_norm").walk.roles if "norm" in r.role]
     assert norms
     assert all(r.tensor is None for r in norms)
 
 
 def test_folded_soft_cap_is_divided_out() -> None:
-    head = next(r for r in found("torch_folded_softcap").walk.roles if r.role == "lm_head")
+    head = next(r for r in read_variant("torch_folded_softcap").walk.roles if r.role == "lm_head")
     assert head.factor == pytest.approx(1 / 30, rel=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_a_window_left_to_the_runtime_must_be_said() -> None:
     assert read(longer_than_the_caches, sliding_window=1000).config.sliding_window == 1000
 
 
-def recoded(old: str, new: str) -> Memory:
+def replace_comparison(old: str, new: str) -> Memory:
     """torch_plain_norm, every comparison ``old`` another one."""
     model = load(variant("torch_plain_norm").read_bytes())
     for op in [op for op in model.subgraphs[0].operators if kind(model, op) == old]:
@@ -92,14 +92,14 @@ def recoded(old: str, new: str) -> Memory:
 
 def test_a_comparison_that_is_closed_makes_the_window_longer() -> None:
     """Which slots are seen counts, and not how the mask is written."""
-    longer = read(recoded("LESS", "LESS_EQUAL")).config
+    longer = read(replace_comparison("LESS", "LESS_EQUAL")).config
     assert [layer.sliding_window for layer in longer.layers] == [17, 17, 17, None]
 
 
 @pytest.mark.parametrize(("old", "new"), [("GREATER_EQUAL", "GREATER"), ("LESS", "GREATER"), ("LESS", "NOT_EQUAL")])
 def test_what_is_no_window_is_refused(old: str, new: str) -> None:
     with pytest.raises(MtpExtractError, match=r"layers|different caches|sliding window"):
-        prove(recoded(old, new))
+        prove(replace_comparison(old, new))
 
 
 def test_published_names_confirm(sample: Path) -> None:
@@ -110,7 +110,7 @@ def test_published_names_confirm(sample: Path) -> None:
 
 
 def test_unknown_names_neither_confirm_nor_contradict() -> None:
-    names = found("torch_plain_norm").names
+    names = read_variant("torch_plain_norm").names
     assert not names.confirmed
     assert len(names.unrecognised) == 48
 

@@ -15,7 +15,7 @@ from seam import Proof, in_words, prove
 from mtp_extract import extract
 
 
-def proven(place: str, edit: Edit) -> Proof:
+def prove_with(place: str, edit: Edit) -> Proof:
     """The proof of a sound drafter, ``edit`` put behind ``place``."""
     graph = sound("torch")
     edge(place, edit)(graph)
@@ -39,12 +39,12 @@ def proven(place: str, edit: Edit) -> Proof:
 def test_a_rounded_activation_is_listed_however_coarse_it_is(
     place: str, edit: Edit, expected: dict[str, object]
 ) -> None:
-    proof = proven(place, edit)
+    proof = prove_with(place, edit)
     assert proof["rounded_activations"] == [{"of": "activation", "count": 1, "logits": False, **expected}]
 
 
 def test_rounded_logits_are_said() -> None:
-    proof = proven("logits", over_int(0.01))
+    proof = prove_with("logits", over_int(0.01))
     assert proof["rounded_activations"][0]["logits"] is True
     assert any(
         "1 activation is INT8 in the bundle (steps of 0.01," in line and "logits" in line for line in in_words(proof)

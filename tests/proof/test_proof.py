@@ -92,21 +92,21 @@ def test_a_coarse_table_is_said_and_the_exact_theta_is_written(tmp_path: Path) -
 # Faults of the checkpoint.
 
 
-def perturbed(role: str) -> Reread:
+def perturb(role: str) -> Reread:
     """One number of ``role`` is a thousandth off."""
 
     def change(values: Floats) -> Floats:
         values.reshape(-1)[np.abs(values).argmax()] *= np.float32(1.001)
         return values
 
-    return every(change, role)
+    return change_tensor(change, role)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("role", [role.name for role in roles_of(LAYERS) if role.name[:9] not in REPEATED])
 def test_a_weight_that_is_off_is_named(style: str, role: str) -> None:
     with pytest.raises(ProofError, match=rf"^{role}: "):
-        prove(variant(style), read=perturbed(role))
+        prove(variant(style), read=perturb(role))
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_blockwise32", "torch_int2"])
@@ -122,23 +122,23 @@ def test_codes_with_the_scales_of_other_rows_are_named(name: str) -> None:
         prove(variant(name), read=lambda read: lambda role: rolled(read(role)) if role == "lm_head" else read(role))
 
 
-def every(change: Callable[[Floats], Floats], role: str) -> Reread:
+def change_tensor(change: Callable[[Floats], Floats], role: str) -> Reread:
     return lambda read: lambda name: of_array(change(read(name).array())) if name == role else read(name)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e30])
 def test_not_a_number_is_no_proof(number: float) -> None:
     with pytest.raises(ProofError, match=r"^final_norm: "):
-        prove(variant("jax_published"), read=every(lambda c: np.full_like(c, number), "final_norm"))
+        prove(variant("jax_published"), read=change_tensor(lambda c: np.full_like(c, number), "final_norm"))
 
 
 @pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: np.append(c, 0), lambda c: c[:0]])
 def test_a_tensor_of_another_size_is_an_error(change: Callable[[Floats], Floats]) -> None:
     with pytest.raises(CheckpointError, match="lm_head"):
-        prove(variant("jax_published"), read=every(change, "lm_head"))
+        prove(variant("jax_published"), read=change_tensor(change, "lm_head"))
 
 
-def layer(index: int, **fields: Any) -> Reconfigure:
+def change_layer(index: int, **fields: Any) -> Reconfigure:
     """The config with other ``fields`` of layer ``index``."""
 
     def change(config: DrafterConfig) -> DrafterConfig:
@@ -149,28 +149,28 @@ def layer(index: int, **fields: Any) -> Reconfigure:
     return change
 
 
-def number(**fields: Any) -> Reconfigure:
+def change_numbers(**fields: Any) -> Reconfigure:
     return lambda config: dataclasses.replace(config, **fields)
 
 
 CONFIGS: dict[str, tuple[Reconfigure, str]] = {
-    "window + 1": (layer(0, sliding_window=17), "layers.0.attention"),
-    "window − 1": (layer(2, sliding_window=15), "layers.2.attention"),
-    "no window": (layer(1, sliding_window=None), "layers.1.attention"),
-    "a window in the full layer": (layer(3, sliding_window=16), "layers.3.attention"),
+    "window + 1": (change_layer(0, sliding_window=17), "layers.0.attention"),
+    "window − 1": (change_layer(2, sliding_window=15), "layers.2.attention"),
+    "no window": (change_layer(1, sliding_window=None), "layers.1.attention"),
+    "a window in the full layer": (change_layer(3, sliding_window=16), "layers.3.attention"),
     "theta": (lambda c: c.with_rope("sliding_attention", theta=10001.0), "layers.0.attention"),
     "theta of the full layer": (lambda c: c.with_rope("full_attention", theta=1.001e6), "layers.3.attention"),
     "share": (lambda c: c.with_rope("full_attention", partial_rotary_factor=0.5), "layers.3.attention"),
     "share of one": (lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0), "layers.3.attention"),
     "factor": (lambda c: c.with_rope("sliding_attention", factor=1.01), "layers.0.attention"),
-    "scale": (number(attention_scale=32**-0.5), "layers.0.attention"),
-    "epsilon": (number(rms_norm_eps=1e-5), "rms_norm_eps"),
-    "epsilon of 0": (number(rms_norm_eps=0.0), "rms_norm_eps"),
-    "no cap": (number(final_logit_softcap=None), "final_logit_softcap"),
-    "another cap": (number(final_logit_softcap=31.0), "final_logit_softcap"),
-    "another function": (number(hidden_activation="gelu"), "hidden_activation"),
-    "heads": (number(num_heads=2), "heads"),
-    "KV heads": (layer(3, num_kv_heads=1), "heads"),
+    "scale": (change_numbers(attention_scale=32**-0.5), "layers.0.attention"),
+    "epsilon": (change_numbers(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "epsilon of 0": (change_numbers(rms_norm_eps=0.0), "rms_norm_eps"),
+    "no cap": (change_numbers(final_logit_softcap=None), "final_logit_softcap"),
+    "another cap": (change_numbers(final_logit_softcap=31.0), "final_logit_softcap"),
+    "another function": (change_numbers(hidden_activation="gelu"), "hidden_activation"),
+    "heads": (change_numbers(num_heads=2), "heads"),
+    "KV heads": (change_layer(3, num_kv_heads=1), "heads"),
 }
 
 
