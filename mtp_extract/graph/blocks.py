@@ -254,7 +254,8 @@ class Blocks:
         self.matched = total
         norms = [e for e in total.terms if self.match_norm(e) is not None]
         if len(total.terms) != 2 or len(norms) != 1 or not is_close(total.terms[norms[0]], self.find_scale(norms[0])):
-            raise RoleError(f"{name}: expected the residual stream plus a norm, found {self.describe(total)}.")
+            found = self.describe(total)
+            raise RoleError(f"{name}: expected the sum of the residual stream and a norm, found {found}.")
         (stream,) = (e for e in total.terms if e is not norms[0])
         return norms[0], stream, total.terms[stream]
 
