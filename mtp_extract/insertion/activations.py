@@ -13,7 +13,7 @@ from mtp_extract.insertion.plan import Overlay
 from mtp_extract.litertlm.storage import Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
-_TYPES = (TensorType.INT8, TensorType.INT16)
+_QUANTIZED_TYPES = (TensorType.INT8, TensorType.INT16)
 _PRODUCTS = {"FULLY_CONNECTED", "BATCH_MATMUL"}
 
 Range = tuple[float, float]
@@ -26,7 +26,9 @@ Ranges = Mapping[str, tuple[Range, Range]]
 """Role of a matrix → what went into it and what came out."""
 
 
-def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | None) -> tuple[list[Overlay], list[str]]:
+def calibrate_activations(
+    drafter: Shard, changed: bool, measure: Callable[[], Ranges] | None
+) -> tuple[list[Overlay], list[str]]:
     """New scales of static activations, and notes on them.
 
     Args:
@@ -51,8 +53,8 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
         if node is None or role.role not in ranges:
             continue
         for value, bounds in zip((node.operand(0), node.outputs[0]), ranges[role.role], strict=True):
-            if _is_own(value):
-                written.update(_scale_bytes(drafter.model.region.begin, value.tensors[-1], bounds))
+            if _can_be_rescaled(value):
+                written.update(_encode_scale(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
                 unmeasured.append(role.role)
     notes = [f"Static activations of {len(static)} matrices were calibrated anew."]
@@ -61,7 +63,7 @@ def calibrated(drafter: Shard, changed: bool, measure: Callable[[], Ranges] | No
     return [*written.items()], notes
 
 
-def remark_on_grids(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
+def describe_static_activations(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
     """What to know of the grids of a base, which stay as they are; ``measure`` gives the share of numbers that they cut
     off, of the base that was there and of the one that is put in."""
     if not grids:
@@ -76,16 +78,16 @@ def remark_on_grids(grids: Grids, measure: Callable[[Grids], tuple[float, float]
     ]
 
 
-def _is_own(value: Value) -> bool:
+def _can_be_rescaled(value: Value) -> bool:
     """Whether ``value`` is quantized, and lies between floats and products with matrices only."""
     maker, readers = value.producer, {node.kind for node, _ in value.consumers}
-    if value.tensors[-1].type not in _TYPES or maker is None:
+    if value.tensors[-1].type not in _QUANTIZED_TYPES or maker is None:
         return False
     enters, leaves = maker.kind == "QUANTIZE" and readers <= _PRODUCTS, readers <= {"DEQUANTIZE"}
     return enters or (maker.kind in _PRODUCTS and leaves)
 
 
-def _scale_bytes(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:
+def _encode_scale(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:
     """What to write where, by the rule for weights; a range of nothing keeps its scale."""
     quantization, type_ = tensor.quantization, tensor.type
     assert quantization is not None and type_ is not None

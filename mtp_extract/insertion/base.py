@@ -32,7 +32,7 @@ _MOST_NODES = 200_000
 
 
 # What exporters compute constants in, and configurations round them to.
-_BASES_ALIKE = 1e-5
+_CONFIG_TOLERANCE = 1e-5
 
 
 class BundledBase(NamedTuple):
@@ -51,15 +51,15 @@ def find_base(opened: Opened) -> BundledBase:
         RoleError: a role is missing in a graph, or a constant left over.
         FormatError: a section is damaged.
     """
-    sections = _sections_of(opened)
+    sections = _find_model_sections(opened)
     elements, nodes = Budget(_BUDGET), Budget(_MOST_NODES)
     model = opened.model(sections[_DECODER], elements)
-    decoder = _walk(model, read_first(model), walk_base, nodes)
-    located = [*_of_decoder(model, decoder, nodes)]
+    decoder = _read_signature(model, read_first(model), walk_base, nodes)
+    located = [*_locate_decoder_roles(model, decoder, nodes)]
     for kind, role in _TABLES.items():
         if kind in sections:
             later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            located += _of_tables(opened.model(sections[kind], elements), role, later, nodes)
+            located += _locate_tables(opened.model(sections[kind], elements), role, later, nodes)
 
     places = defaultdict[str, tuple[Location, ...]](tuple)
     for role, location in located:
@@ -70,7 +70,7 @@ def find_base(opened: Opened) -> BundledBase:
     return BundledBase(opened, decoder, places)
 
 
-def _sections_of(opened: Opened) -> dict[str, Section]:
+def _find_model_sections(opened: Opened) -> dict[str, Section]:
     """The sections with models, by what they hold."""
     sections = dict[str, Section]()
     for section in opened.sections:
@@ -92,29 +92,29 @@ def _sections_of(opened: Opened) -> dict[str, Section]:
     return sections
 
 
-def _of_decoder(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[tuple[str, Location]]:
+def _locate_decoder_roles(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[tuple[str, Location]]:
     """Every role of every signature of the decoder, of which ``first`` says most."""
-    for signature in _of_own_graphs(model):
+    for signature in _list_distinct_signatures(model):
         is_first = signature.subgraph == read_first(model).subgraph
-        walk = first if is_first else _walk(model, signature, partial(match_base, decoder=first), nodes)
+        walk = first if is_first else _read_signature(model, signature, partial(match_base, decoder=first), nodes)
         for placed in walk.roles:
             # Without the graph, which is large, and of which nothing more is asked.
             yield placed.role, Location(model, replace(placed, result=None))
 
 
-def _of_tables(model: TfliteModel, role: str, later: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
+def _locate_tables(model: TfliteModel, role: str, later: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
     """The tables of an embedder, in every signature; several are columns of ``role`` side by side. The decoder
     multiplies what they give by ``later``."""
     walk = partial(walk_table, role=role, later=later)
-    for signature in _of_own_graphs(model):
+    for signature in _list_distinct_signatures(model):
         at = 0
-        for placed in _walk(model, signature, walk, nodes).roles:
+        for placed in _read_signature(model, signature, walk, nodes).roles:
             columns = None if placed.role == role else (at, at + placed.shape[1])
             yield role, Location(model, replace(placed, role=role, result=None), columns)
             at += placed.shape[1]
 
 
-def _of_own_graphs(model: TfliteModel) -> list[Signature]:
+def _list_distinct_signatures(model: TfliteModel) -> list[Signature]:
     """The signatures in their order; of those of one graph, which read one set of constants, the first."""
     firsts = dict[int, Signature]()
     for signature in model.signatures:
@@ -122,7 +122,9 @@ def _of_own_graphs(model: TfliteModel) -> list[Signature]:
     return list(firsts.values())
 
 
-def _walk(model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget) -> BaseWalk:
+def _read_signature(
+    model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget
+) -> BaseWalk:
     """The roles of one signature, which errors name; ``nodes`` are how many operators there may be."""
     try:
         graph = flatten(model, signature, nodes.elements)
@@ -143,7 +145,7 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
         "final_logit_softcapping": walk.soft_cap,
     }
     stated = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
-    if wrong := describe_differences(graph, stated, _BASES_ALIKE):
+    if wrong := describe_differences(graph, stated, _CONFIG_TOLERANCE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
             f"{wrong}. Give the base that the bundle is of, or one tuned from it."
@@ -156,7 +158,7 @@ def describe_differences(expected: Mapping[str, object], actual: Mapping[str, ob
     return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in different)
 
 
-def base_misfits(drafter: Shard) -> Iterator[str]:
+def find_misfits(drafter: Shard) -> Iterator[str]:
     """Why the base in the bundle of ``drafter`` could not run it; none where it can, or there is none to ask.
 
     LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
@@ -171,8 +173,8 @@ def base_misfits(drafter: Shard) -> Iterator[str]:
         yield f"the base has no signatures decode and verify that both have an output {ACTIVATIONS!r}"
         return
     outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
-    wanted = {name: _form(cache) for name, cache in drafter.walk.caches.items()}
-    forms = {name: _form(outputs[name]) if name in outputs else "missing" for name in wanted}
+    wanted = {name: _describe_tensor(cache) for name, cache in drafter.walk.caches.items()}
+    forms = {name: _describe_tensor(outputs[name]) if name in outputs else "missing" for name in wanted}
     for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
         if name in outputs:
             drafter_shape, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
@@ -182,5 +184,5 @@ def base_misfits(drafter: Shard) -> Iterator[str]:
             yield f"{escape(name)} is {forms[name]} in the base and {form} in the drafter"
 
 
-def _form(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{tensor.type_name} {list(tensor.shape)}"

@@ -30,17 +30,17 @@ _MODEL_TYPES = ("gemma4", "gemma4_text")
 _PREFIXES = ("model.language_model.", "model.")
 # Under the prefix of a text model alone.
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
-_AS_WRITTEN = "Expected a checkpoint as transformers writes it."
-_READS = {
+_EXPECTED = "Expected a checkpoint as transformers writes it."
+_INPUT_ROLES = {
     "o_proj": "q_proj",
     "down_proj": "gate_proj",
     "per_layer_projection": "per_layer_gate",
     "embed_tokens_per_layer": "per_layer_model_projection",
 }
 """Matrices that do not read the residual stream → the one that makes what they read, or as many numbers."""
-_UNMERGED = ".lora_A."
-_Entry = tuple[Path, StoredTensor]
-_SHARED = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
+_LORA_PART = ".lora_A."
+_FileTensor = tuple[Path, StoredTensor]
+_KV_PARTS = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def holds_base(directory: Path) -> bool:
     """Whether ``directory`` has the checkpoint of a Gemma 4 base, as transformers writes it; CheckpointError where its
     configuration cannot be read."""
     config = directory / _CONFIG
-    return config.is_file() and read_object(config, _AS_WRITTEN).get("model_type") in _MODEL_TYPES
+    return config.is_file() and read_object(config, _EXPECTED).get("model_type") in _MODEL_TYPES
 
 
 def check_merged(directory: Path) -> None:
@@ -77,15 +77,15 @@ def read_base(directory: Path) -> BaseCheckpoint:
         UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
     check_merged(directory)
-    config = read_object(directory / _CONFIG, _AS_WRITTEN)
-    text, sizes = _text_config(directory, config)
-    stored = _tensors_in(directory)
-    if any(_UNMERGED in name for name in stored):
+    config = read_object(directory / _CONFIG, _EXPECTED)
+    text, sizes = _read_text_config(directory, config)
+    stored = _list_tensors(directory)
+    if any(_LORA_PART in name for name in stored):
         raise CheckpointError(f"{escape(directory)}: expected merged weights, found tensors of {MERGE_FIRST}")
     scales = _take_scales(stored) if _is_mobile(config) else {}
-    prefix = _prefix_in(directory, stored)
-    unread = sizes.names_unread(prefix) & stored.keys()
-    names = sizes.names_by_role(prefix, stored.keys() - unread)
+    prefix = _find_prefix(directory, stored)
+    unread = sizes.list_unread_names(prefix) & stored.keys()
+    names = sizes.find_names(prefix, stored.keys() - unread)
     if "lm_head" not in names and not any(part.get("tie_word_embeddings", True) for part in (config, text)):
         raise CheckpointError(
             f"{escape(directory)}: expected a tensor lm_head.weight, as tie_word_embeddings is false, found none. "
@@ -97,28 +97,30 @@ def read_base(directory: Path) -> BaseCheckpoint:
     others = Counter(name.removeprefix("model.").split(".")[0] for name in rest if name not in unknown)
     if unread:
         others["K and V that layers share"] = len(unread)
-    return BaseCheckpoint(directory, text, _weights(names, stored, scales, sizes.hidden_size), unknown, dict(others))
+    return BaseCheckpoint(
+        directory, text, _build_weights(names, stored, scales, sizes.hidden_size), unknown, dict(others)
+    )
 
 
-class _Layers(Struct):
+class _LayerCounts(Struct):
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
     num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
     hidden_size: Annotated[int, Meta(ge=0)] = 0
 
-    def names_by_role(self, prefix: str, names: Set[str]) -> dict[str, str]:
+    def find_names(self, prefix: str, names: Set[str]) -> dict[str, str]:
         """Role → name, of those ``names`` that play one."""
         roles = roles_of(self.num_hidden_layers, architecture=GEMMA4)
         of_roles = {role.name: prefix + role.names["transformers"] for role in roles} | {"lm_head": "lm_head.weight"}
         return {role: name for role, name in of_roles.items() if name in names}
 
-    def names_unread(self, prefix: str) -> set[str]:
+    def list_unread_names(self, prefix: str) -> set[str]:
         """Tensors that layers which read K and V of others may have, and do not need."""
         first_sharing = max(self.num_hidden_layers - (self.num_kv_shared_layers or 0), 0)
         sharing = range(first_sharing, self.num_hidden_layers)
-        return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _SHARED}
+        return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _KV_PARTS}
 
 
-def _text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], _Layers]:
+def _read_text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], _LayerCounts]:
     """The part of ``config`` that is the text model's, and its sizes."""
     if (model_type := config.get("model_type")) not in _MODEL_TYPES:
         raise CheckpointError(
@@ -129,7 +131,7 @@ def _text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, 
     if not isinstance(text, dict):
         raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
     with reading.naming(directory / _CONFIG):
-        return text, reading.fields_of(text, _Layers)
+        return text, reading.fields_of(text, _LayerCounts)
 
 
 def _is_mobile(config: Mapping[str, Any]) -> bool:
@@ -138,7 +140,7 @@ def _is_mobile(config: Mapping[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "gemma"
 
 
-def _prefix_in(directory: Path, names: Container[str]) -> str:
+def _find_prefix(directory: Path, names: Container[str]) -> str:
     """What the names of the text model's tensors begin with."""
     for prefix in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in names:
@@ -146,9 +148,9 @@ def _prefix_in(directory: Path, names: Container[str]) -> str:
     raise CheckpointError(f"{escape(directory)}: expected a tensor {_PREFIXES[0]}embed_tokens.weight, found none.")
 
 
-def _tensors_in(directory: Path) -> dict[str, _Entry]:
+def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
     """Every tensor of its files, by name."""
-    stored = dict[str, _Entry]()
+    stored = dict[str, _FileTensor]()
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_safetensors(path)[0]
         if twice := few(sorted(stored.keys() & tensors.keys())):
@@ -159,10 +161,10 @@ def _tensors_in(directory: Path) -> dict[str, _Entry]:
     return stored
 
 
-def _take_scales(stored: dict[str, _Entry]) -> dict[str, _Entry]:
+def _take_scales(stored: dict[str, _FileTensor]) -> dict[str, _FileTensor]:
     """Take the scales out of ``stored``: those of weights, by the weight's name, which a table gets as well; and those
     of activations and caches, which a bundle has of its own."""
-    scales = dict[str, _Entry]()
+    scales = dict[str, _FileTensor]()
     for name in list(stored):
         module, _, last = name.rpartition(".")
         if last in ("weight_scale", "embedding_scale"):
@@ -174,8 +176,8 @@ def _take_scales(stored: dict[str, _Entry]) -> dict[str, _Entry]:
     return scales
 
 
-def _weights(
-    names: Mapping[str, str], stored: Mapping[str, _Entry], scales: Mapping[str, _Entry], width: int
+def _build_weights(
+    names: Mapping[str, str], stored: Mapping[str, _FileTensor], scales: Mapping[str, _FileTensor], width: int
 ) -> dict[str, Weight]:
     """Role → the weight under its name: floats, or codes with ``scales``; ``width`` is that of the residual stream."""
     rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
@@ -183,7 +185,7 @@ def _weights(
     for role, name in names.items():
         path, tensor = stored[name]
         if name in scales:
-            columns = rows.get(_columns_are_rows_of(role), width)
+            columns = rows.get(_find_input_role(role), width)
             weights[role] = StoredCodes(path, tensor, name, columns, Stored(*scales[name]).array())
         elif tensor.dtype in reading.FLOAT_DTYPES:
             weights[role] = Stored(path, tensor, name)
@@ -195,8 +197,8 @@ def _weights(
     return weights
 
 
-def _columns_are_rows_of(role: str) -> str:
+def _find_input_role(role: str) -> str:
     """The role whose rows are the columns of ``role``; of what reads the residual stream none."""
     layer, _, last = role.rpartition(".")
-    source = _READS.get(last, "")
+    source = _INPUT_ROLES.get(last, "")
     return f"{layer}.{source}" if layer and source else source

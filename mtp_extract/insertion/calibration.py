@@ -63,10 +63,10 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
         reporter.say("drafting after every token of them")
         # One text at a time: what pads a shorter one would be measured, too.
         measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, reporter=reporter)
-    return {role: _ranges_of(torch.stack(ends)) for role, ends in ends_of_role.items()}
+    return {role: _combine_ranges(torch.stack(ends)) for role, ends in ends_of_role.items()}
 
 
-def _ranges_of(ends: Tensor) -> tuple[Range, Range]:
+def _combine_ranges(ends: Tensor) -> tuple[Range, Range]:
     """Of what goes in and of what comes out, by the ``ends`` of both in every call, [calls, 4]."""
     low_in, _, low_out, _ = ends.amin(0).tolist()
     _, high_in, _, high_out = ends.amax(0).tolist()
@@ -84,7 +84,7 @@ def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> floa
     loaded = load_base(directory)
     decoder = loaded.model.get_decoder()
     modules = dict(decoder.named_modules())
-    counts = _Counts()
+    counts = _ClippingCount()
     # The model goes with this function, and its hooks with it.
     for role in roles_of(len(decoder.layers), architecture=GEMMA4):
         path = role.names["transformers"].removesuffix(".weight")
@@ -98,7 +98,7 @@ def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> floa
     return counts.beyond / counts.numbers if counts.numbers else 0.0
 
 
-class _Counts:
+class _ClippingCount:
     """Of numbers that go into modules and come out."""
 
     numbers = 0

@@ -22,9 +22,17 @@ from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.errors import PairError, escape, few
 from mtp_extract.insertion.base import check_base, find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.encoding import least_lost, sum_squares
+from mtp_extract.insertion.encoding import compute_least_loss, sum_squares_by_group
 from mtp_extract.insertion.plan import MOST_LOST
-from mtp_extract.insertion.slots import Match, Slot, are_alike, match_roles, over_rows, relative_error, squares
+from mtp_extract.insertion.slots import (
+    RoleMatch,
+    WeightSlot,
+    are_equal,
+    compute_relative_error,
+    map_rows,
+    match_roles,
+    sum_squares,
+)
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.progress import SILENT, Reporter, counter
@@ -38,12 +46,12 @@ NEAREST = "nearest code"
 VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)
 
 # Rounding of float32 along the way, in steps: the largest code is 127.
-_HALF = 0.5 + 1e-4
+_HALF_STEP = 0.5 + 1e-4
 # Half a step of floats, as a share of the number, and of the least of them; what is stored in F32 was not rounded.
 _FLOAT_STEPS = {TensorType.FLOAT16: (2.0**-11, 2.0**-25), TensorType.BFLOAT16: (2.0**-8, 2.0**-134)}
 # Sums of squares that differ by less are equal.
 _AS_GOOD = 1.001
-_MOSTLY = 0.5
+_MOST_LOST_OF_GROUP = 0.5
 """Of the numbers that share a scale: what loses more is lost, and is little of a table of many rows."""
 
 
@@ -103,34 +111,34 @@ def compare_base(opened: Opened, directory: Path, reporter: Reporter = SILENT) -
     return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
-def compare_slots(matches: Sequence[Match], reporter: Reporter = SILENT) -> list[RoleVerdict]:
+def compare_slots(matches: Sequence[RoleMatch], reporter: Reporter = SILENT) -> list[RoleVerdict]:
     """How far what the bundle holds of each role is from its weight."""
     slots = [slot for match in matches for slot in match.slots]
     tick = counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
-    differ = set[Slot]()
-    wrong = set[Slot]()
+    differ = set[WeightSlot]()
+    wrong = set[WeightSlot]()
 
-    def look(slot: Slot, first: int, last: int) -> _Look:
-        wanted, stored = slot.new.floats(first, last), slot.held.floats(first, last)
+    def look(slot: WeightSlot, first: int, last: int) -> _RowComparison:
+        wanted, stored = slot.new.floats(first, last), slot.stored_weight.floats(first, last)
         tick(wanted.size)
         # After rows that differ no others are compared to the bit, nor after a wrong code all others with theirs.
-        if slot not in differ and not are_alike(stored, wanted, slot.dtype):
+        if slot not in differ and not are_equal(stored, wanted, slot.dtype):
             differ.add(slot)
-        result = _look_at(slot, first, last, wanted, stored, slot in wrong)
+        result = _compare_rows(slot, first, last, wanted, stored, slot in wrong)
         if result.wrong:
             wrong.add(slot)
         return result
 
-    looks = over_rows(slots, look)
+    looks = map_rows(slots, look)
     verdicts = []
     for match in matches:
         of_role = [look for slot in match.slots for look in looks[slot]]
-        total = _Look.total(of_role) if of_role else None
-        verdicts.append(_verdict(match, total, differ.isdisjoint(match.slots)))
+        total = _RowComparison.total(of_role) if of_role else None
+        verdicts.append(_build_verdict(match, total, differ.isdisjoint(match.slots)))
     return verdicts
 
 
-class _Look(NamedTuple):
+class _RowComparison(NamedTuple):
     """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
     explains; whether a code is known that is not the nearest; how many groups of a scale lose much, and less with other
     scales; the most in steps, −1 for floats; and sums of squares."""
@@ -144,7 +152,7 @@ class _Look(NamedTuple):
     size: float
 
     @classmethod
-    def total(cls, looks: Sequence[_Look]) -> _Look:
+    def total(cls, looks: Sequence[_RowComparison]) -> _RowComparison:
         """At all of the rows that ``looks`` are of."""
         outside, wrong, ruined, steps, *sums = zip(*looks, strict=True)
         return cls(sum(outside), any(wrong), sum(ruined), max(steps), *map(math.fsum, sums))
@@ -152,43 +160,45 @@ class _Look(NamedTuple):
     @property
     def error(self) -> float:
         """Root mean square of the difference, as a share of the checkpoint's."""
-        return relative_error(self.difference, self.size)
+        return compute_relative_error(self.difference, self.size)
 
 
-def _look_at(slot: Slot, first: int, last: int, wanted: Floats, stored: Floats, wrong: bool) -> _Look:
+def _compare_rows(
+    slot: WeightSlot, first: int, last: int, wanted: Floats, stored: Floats, wrong: bool
+) -> _RowComparison:
     """At rows ``[first, last)`` of ``slot``, which are to be ``wanted`` and are ``stored``; of its other rows some are
     known to be ``wrong``, or not."""
-    if not math.isfinite(size := squares(wanted)):
-        return _Look(1, True, 0, 1, math.inf, math.inf, 1.0)
+    if not math.isfinite(size := sum_squares(wanted)):
+        return _RowComparison(1, True, 0, 1, math.inf, math.inf, 1.0)
     apart = wanted - stored
-    difference = least = squares(apart)
+    difference = least = sum_squares(apart)
     if slot.constant is None or slot.storage.packing is None or slot.constant.folded:
-        count = int(np.count_nonzero(~(np.abs(apart) <= _float_slack(slot, wanted))))
-        return _Look(count, wrong or count > 0, 0, -1.0, difference, least, size)
-    count, wrong, steps = _Grid.of(slot, first, last).compare(wanted, stored, apart, wrong)
+        count = int(np.count_nonzero(~(np.abs(apart) <= _compute_float_slack(slot, wanted))))
+        return _RowComparison(count, wrong or count > 0, 0, -1.0, difference, least, size)
+    count, wrong, steps = _CodeRange.of(slot, first, last).compare(wanted, stored, apart, wrong)
     rows = 0
     if not wrong:
-        lost, sizes = (sum_squares(slot.storage.by_scale(numbers)) for numbers in (apart, wanted))
-        is_ruined = lost > _MOSTLY**2 * sizes
+        lost, sizes = (sum_squares_by_group(slot.storage.group_by_scale(numbers)) for numbers in (apart, wanted))
+        is_ruined = lost > _MOST_LOST_OF_GROUP**2 * sizes
         if is_ruined.any() or difference > MOST_LOST**2 * size:
-            best = least_lost(slot, wanted, lost, first, last)
+            best = compute_least_loss(slot, wanted, lost, first, last)
             least = float(best.sum())
             rows = int(np.count_nonzero(is_ruined & (lost > _AS_GOOD * best)))
-    return _Look(count, wrong, rows, steps, difference, least, size)
+    return _RowComparison(count, wrong, rows, steps, difference, least, size)
 
 
-def _float_slack(slot: Slot, wanted: Floats) -> Floats | float:
+def _compute_float_slack(slot: WeightSlot, wanted: Floats) -> Floats | float:
     """How far floats may be from ``wanted``: what rounding to the type of the file and of the checkpoint explains."""
     if slot.constant is None or slot.storage.type not in _FLOAT_STEPS:
         return 0.0
     share, least = _FLOAT_STEPS[slot.storage.type]
     slack: Floats = np.abs(wanted) * np.float32(share + DTYPES[slot.dtype].roundoff)
-    np.maximum(slack, np.float32(least / abs(slot.stored.factor)), out=slack)
+    np.maximum(slack, np.float32(least / abs(slot.stored_constant.factor)), out=slack)
     return slack
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _CodeRange:
     """The codes of some rows, in numbers of the weight; all ``[groups]``."""
 
     step: Floats
@@ -198,11 +208,11 @@ class _Grid:
     roundoff: float  # of the checkpoint's type, as a share of a number
 
     @classmethod
-    def of(cls, slot: Slot, first: int, last: int) -> _Grid:
+    def of(cls, slot: WeightSlot, first: int, last: int) -> _CodeRange:
         """Of rows ``[first, last)`` of what ``slot`` stores as codes."""
-        source, storage = slot.stored.source, slot.storage
-        groups = slot.part(storage.groups, first, last)
-        scale = source.scale.reshape(-1)[groups] / np.float32(slot.stored.factor)
+        source, storage = slot.stored_constant.source, slot.storage
+        groups = slot.find_slice(storage.groups, first, last)
+        scale = source.scale.reshape(-1)[groups] / np.float32(slot.stored_constant.factor)
         zero_point = source.zero_point.reshape(-1)[groups]
         ends = [scale * (code - zero_point).astype(np.float32) for code in storage.bounds]
         return cls(np.abs(scale), np.minimum(*ends), np.maximum(*ends), storage.columns, DTYPES[slot.dtype].roundoff)
@@ -211,43 +221,43 @@ class _Grid:
         """How many numbers are further ``apart`` from what is ``stored`` than half a step and what rounding to the type
         of ``wanted`` explains; whether one of these is not stored as the nearest of the grid, which beyond its ends is
         the last, if that is not known (``wrong``) already; and the most in steps."""
-        distances = np.abs(self._by_group(apart))
+        distances = np.abs(self._group_values(apart))
         furthest = distances.max(axis=(0, 2))
         with np.errstate(divide="ignore", over="ignore"):
             steps = np.divide(furthest, self.step, out=np.zeros_like(furthest), where=furthest > 0)
-        if not (most := float(steps.max())) > _HALF:
+        if not (most := float(steps.max())) > _HALF_STEP:
             return 0, wrong, most
-        outside = distances > self._slack(wanted)
+        outside = distances > self._compute_slack(wanted)
         del distances  # each array here is as large as the rows
         if not wrong:
-            nearest = np.clip(self._by_group(wanted), self.lowest[:, None], self.highest[:, None])
-            slack = self._slack(nearest)
-            wrong = bool((outside & (np.abs(nearest - self._by_group(stored)) > slack)).any())
+            nearest = np.clip(self._group_values(wanted), self.lowest[:, None], self.highest[:, None])
+            slack = self._compute_slack(nearest)
+            wrong = bool((outside & (np.abs(nearest - self._group_values(stored)) > slack)).any())
         return int(np.count_nonzero(outside)), wrong, most
 
-    def _slack(self, wanted: Floats) -> Floats:
-        slack: Floats = np.abs(self._by_group(wanted))
+    def _compute_slack(self, wanted: Floats) -> Floats:
+        slack: Floats = np.abs(self._group_values(wanted))
         slack *= np.float32(self.roundoff)
-        slack += (self.step * np.float32(_HALF))[:, None]
+        slack += (self.step * np.float32(_HALF_STEP))[:, None]
         return slack
 
-    def _by_group(self, rows: Floats) -> Floats:
+    def _group_values(self, rows: Floats) -> Floats:
         """``[repeats, groups, columns]``."""
         return rows.reshape(-1, self.step.size, self.columns)
 
 
-def _verdict(match: Match, look: _Look | None, equal: bool) -> RoleVerdict:
+def _build_verdict(match: RoleMatch, look: _RowComparison | None, equal: bool) -> RoleVerdict:
     """``look``: at all rows of all constants that hold the role; None where none does. ``equal``: to the bit."""
     types = {place.found.tensor.type_name for place in match.places if place.found.tensor is not None}
     named = partial(RoleVerdict, match.role, match.name, match.shape, stored=tuple(sorted(types)))
     if look is None:
         return named(DIFFERENT if match.places and match.name else NOT_FOUND, why=match.problem)
-    verdict, why = (EQUAL, None) if equal else _judge(match, look)
+    verdict, why = (EQUAL, None) if equal else _judge_difference(match, look)
     steps = look.steps if 0 <= look.steps < math.inf else None
     return named(verdict, steps=steps, error=look.error if look.error < math.inf else None, why=why)
 
 
-def _judge(match: Match, look: _Look) -> tuple[str, str | None]:
+def _judge_difference(match: RoleMatch, look: _RowComparison) -> tuple[str, str | None]:
     """The verdict on what is not equal to the bit, and why."""
     if look.wrong:
         by_steps = f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
@@ -259,8 +269,11 @@ def _judge(match: Match, look: _Look) -> tuple[str, str | None]:
         bits = sorted({slot.storage.packing.bits for slot in match.slots if slot.storage.packing is not None})
         loss = f"nearest codes of {' and '.join(map(str, bits))} bits: loses {look.error:.0%}"
         if look.difference > _AS_GOOD * look.least:
-            return DIFFERENT, f"{loss}, and with other scales {relative_error(look.least, look.size):.0%}"
+            return DIFFERENT, f"{loss}, and with other scales {compute_relative_error(look.least, look.size):.0%}"
         return verdict, loss
     if look.ruined:
-        return DIFFERENT, f"{look.ruined} rows or blocks lose more than {_MOSTLY:.0%}, and less with other scales"
+        return (
+            DIFFERENT,
+            f"{look.ruined} rows or blocks lose more than {_MOST_LOST_OF_GROUP:.0%}, and less with other scales",
+        )
     return verdict, f"{look.outside} weights lie beyond the last code of their row" if look.outside else None

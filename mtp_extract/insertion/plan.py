@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_extract.errors import UnsupportedError, few
-from mtp_extract.insertion.encoding import KEPT, Encoding, Sums
-from mtp_extract.insertion.slots import Location, Slot, over_rows, relative_error
+from mtp_extract.insertion.encoding import KEPT, Encoding, SquareSums
+from mtp_extract.insertion.slots import Location, WeightSlot, compute_relative_error, map_rows
 from mtp_extract.io.assembled import Put, write_copy
 from mtp_extract.io.place import PathLike, staged
 from mtp_extract.io.source import Source
-from mtp_extract.litertlm.storage import FLOAT_TYPES, float_bytes
+from mtp_extract.litertlm.storage import FLOAT_TYPES, encode_floats
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
 from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
@@ -50,9 +50,9 @@ class Loss:
     relative_change: float  # what the checkpoint changes of what the file holds
 
     @classmethod
-    def of(cls, sums: Sums) -> Loss:
+    def of(cls, sums: SquareSums) -> Loss:
         """The roots of ``sums``, as shares."""
-        return cls(relative_error(sums.lost, sums.size), relative_error(sums.changed, sums.size))
+        return cls(compute_relative_error(sums.lost, sums.size), compute_relative_error(sums.changed, sums.size))
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Losses:
     @classmethod
     def of(cls, encodings: Mapping[str, Iterable[Encoding]]) -> Losses:
         """Of what is to be put in."""
-        totals = ((role, Sums.total(each.weight_sums for each in of_role)) for role, of_role in encodings.items())
+        totals = ((role, SquareSums.total(each.weight_sums for each in of_role)) for role, of_role in encodings.items())
         measured = {role: sums for role, sums in totals if sums.size and sums.lost}
         losses = {role: Loss.of(sums) for role, sums in measured.items()}
         worst_first = sorted(losses.items(), key=lambda item: -item[1].relative_rms_error)
-        return cls(Loss.of(Sums.total(measured.values())), dict(worst_first))
+        return cls(Loss.of(SquareSums.total(measured.values())), dict(worst_first))
 
     @property
     def in_words(self) -> str:
@@ -78,7 +78,7 @@ class Losses:
             return ""
         return (
             f"Rounding to the file's types loses {self.total.relative_rms_error:.1%} of what is put in (the checkpoint "
-            f"changes {self.total.relative_change:.1%}); most: {', '.join(_named(self.roles)[:_WORST])}"
+            f"changes {self.total.relative_change:.1%}); most: {', '.join(_format_losses(self.roles)[:_WORST])}"
         )
 
     @property
@@ -93,7 +93,7 @@ class Losses:
         )
 
 
-def _named(losses: Mapping[str, Loss]) -> list[str]:
+def _format_losses(losses: Mapping[str, Loss]) -> list[str]:
     return [f"{role} {loss.relative_rms_error:.1%}" for role, loss in losses.items()]
 
 
@@ -136,8 +136,8 @@ class InsertionPlan:
             return None
         return UnsupportedError(
             f"{self.source.name}: rounding to its types would lose more than {MOST_LOST:.0%} of {len(ruined)} roles: "
-            f"{few(_named(ruined))}. Train with the file's grid in the loop (quantization-aware), from Google's public "
-            "mobile checkpoint, whose codes the bundle holds; or take the loss.",
+            f"{few(_format_losses(ruined))}. Train with the file's grid in the loop (quantization-aware), from "
+            "Google's public mobile checkpoint, whose codes the bundle holds; or take the loss.",
             remedies=("force",),
         )
 
@@ -168,18 +168,21 @@ class InsertionPlan:
         return InsertionResult(target, self.source.size, tuple(notes), proof, self)
 
     def _fill(self, put: Put) -> None:
-        rows: dict[Slot, list[tuple[int, Encoding]]] = defaultdict(list)
+        rows: dict[WeightSlot, list[tuple[int, Encoding]]] = defaultdict(list)
         for at, what in self.overlays:
             if isinstance(what, Encoding):
                 rows[what.slot].append((at, what))
             else:
                 put(at, what)
 
-        def write(slot: Slot, first: int, last: int) -> None:
+        def write(slot: WeightSlot, first: int, last: int) -> None:
             for at, encoding in rows[slot]:
-                put(at + slot.part(encoding.storage.length, first, last).start, encoding.write(first, last))
+                put(
+                    at + slot.find_slice(encoding.storage.length, first, last).start,
+                    encoding.encode_and_record(first, last),
+                )
 
-        over_rows(list(rows), write)
+        map_rows(list(rows), write)
 
     def as_json(self, result: InsertionResult | None) -> dict[str, Any]:
         """What is to be done and, where it was, its ``result``; of a base a list for each role."""
@@ -199,7 +202,7 @@ class InsertionPlan:
         }
 
 
-class _Part(NamedTuple):
+class _ByteRange(NamedTuple):
     """Bytes of the file: where, whose, and what they are to be."""
 
     begin: int
@@ -209,18 +212,18 @@ class _Part(NamedTuple):
     what: NewBytes | Encoding | None = None  # None: what they are
 
 
-def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
+def build_overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
     """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once;
     UnsupportedError where such bytes belong to something else too, or zero points have no place."""
     sites = [(place, encoding) for encoding in encodings for place in encoding.slot.places]
-    parts = [part for site in sites for part in _parts(*site)]
+    parts = [part for site in sites for part in _find_byte_ranges(*site)]
     for model in {id(place.model): place.model for place, _ in sites}.values():
-        parts += _without_role(model, [place.found.tensor for place, _ in sites if place.model is model])
-    last = _Part(0, 0, False, "")
+        parts += _find_other_byte_ranges(model, [place.found.tensor for place, _ in sites if place.model is model])
+    last = _ByteRange(0, 0, False, "")
     # Of the same bytes those that change come first.
     for part in sorted(parts, key=lambda part: (part.begin, part.end, not part.changes)):
         shared = part.begin < last.end
-        if shared and (part.changes or last.changes) and not _agree(part, last):
+        if shared and (part.changes or last.changes) and not _are_identical(part, last):
             changed, other = (part, last) if part.changes else (last, part)
             raise UnsupportedError(
                 f"{changed.owner}: the file stores {other.owner} in the same bytes, and the two are to differ. Keep "
@@ -231,38 +234,40 @@ def overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
         last = max(last, part, key=lambda part: part.end)
 
 
-def _agree(part: _Part, other: _Part) -> bool:
+def _are_identical(part: _ByteRange, other: _ByteRange) -> bool:
     """Whether both are the same bytes, and are to be the same."""
     if isinstance(part.what, Encoding) and isinstance(other.what, Encoding) and part.what is not other.what:
         same = part[:2] == other[:2] and part.what.storage == other.what.storage
-        return same and all(part.what.data(*rows) == other.what.data(*rows) for rows in part.what.slot.ranges())
+        return same and all(
+            part.what.encode_rows(*rows) == other.what.encode_rows(*rows) for rows in part.what.slot.list_row_ranges()
+        )
     return part[:2] == other[:2] and part.what == other.what
 
 
-def _parts(place: Location, encoding: Encoding) -> Iterator[_Part]:
+def _find_byte_ranges(place: Location, encoding: Encoding) -> Iterator[_ByteRange]:
     """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
     assert place.found.tensor is not None
     data, role = place.model.locate(place.found.tensor), encoding.slot.role
-    yield _Part(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
+    yield _ByteRange(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not encoding.scales.scale.size or place.found.tensor.quantization is None:
         return
-    for at, vector in _vectors(place.model, place.found.tensor, encoding):
+    for at, vector in _encode_scales(place.model, place.found.tensor, encoding):
         if vector:
             changes = place.model.region.source.read(at, len(vector)) != vector
-            yield _Part(at, at + len(vector), changes, role, vector)
+            yield _ByteRange(at, at + len(vector), changes, role, vector)
 
 
-def _vectors(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tuple[int, memoryview]]:
+def _encode_scales(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tuple[int, memoryview]]:
     """The scales and zero points of ``encoding`` as ``tensor`` stores them, and where."""
     quantization, (scale, zeros) = tensor.quantization, encoding.scales
     assert quantization is not None
-    blocks = _blocks(model, tensor)
+    blocks = _find_block_scales(model, tensor)
     zero_points = quantization.zero_points.count if blocks is None else 0
     fits = zero_points == zeros.size or (zero_points == 1 and not np.ptp(zeros))
-    if not fits and not np.array_equal(encoding.slot.stored.source.zero_point.reshape(-1), zeros):
+    if not fits and not np.array_equal(encoding.slot.stored_constant.source.zero_point.reshape(-1), zeros):
         raise UnsupportedError(f"{encoding.slot.role}: {tensor.label} has no place for its new zero points.")
     if blocks is not None and blocks.type is not None:
-        return [(model.locate(blocks).begin, memoryview(float_bytes(scale, blocks.type, encoding.slot.role)))]
+        return [(model.locate(blocks).begin, memoryview(encode_floats(scale, blocks.type, encoding.slot.role)))]
     # Not copied: a vocabulary has a scale a row, and a table a layer.
     begin = model.region.begin
     return [
@@ -271,10 +276,16 @@ def _vectors(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tup
     ]
 
 
-def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_Part]:
+def _find_other_byte_ranges(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_ByteRange]:
     """Data, scales and zero points of all tensors but those ``playing`` a role."""
     # Scales of blocks are tensors themselves.
-    keys = {(part.subgraph, part.index) for role in playing if role for part in (role, _blocks(model, role)) if part}
+    keys = {
+        (part.subgraph, part.index)
+        for role in playing
+        if role
+        for part in (role, _find_block_scales(model, role))
+        if part
+    }
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         if (tensor.subgraph, tensor.index) in keys or not model.has_data(tensor):
             continue
@@ -285,10 +296,10 @@ def _without_role(model: TfliteModel, playing: Sequence[Tensor | None]) -> Itera
             vectors = (tensor.quantization.scales, tensor.quantization.zero_points)
             spans += [(model.region.begin + vector.start, vector.width * vector.count) for vector in vectors]
         owner = f"{tensor.label}, which plays no role,"
-        yield from (_Part(begin, begin + size, False, owner) for begin, size in spans if size)
+        yield from (_ByteRange(begin, begin + size, False, owner) for begin, size in spans if size)
 
 
-def _blocks(model: TfliteModel, tensor: Tensor) -> Tensor | None:
+def _find_block_scales(model: TfliteModel, tensor: Tensor) -> Tensor | None:
     """The tensor that holds the scales of ``tensor``'s blocks; None where it has none."""
     if tensor.quantization is None or tensor.quantization.blockwise is None or tensor.type in FLOAT_TYPES:
         return None

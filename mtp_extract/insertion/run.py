@@ -16,23 +16,23 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
-from mtp_extract.insertion.activations import Grids, Ranges, calibrated, remark_on_grids
-from mtp_extract.insertion.base import base_misfits, check_base, describe_differences, find_base
+from mtp_extract.insertion.activations import Grids, Ranges, calibrate_activations, describe_static_activations
+from mtp_extract.insertion.base import check_base, describe_differences, find_base, find_misfits
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, check_merged, holds_base, read_base
-from mtp_extract.insertion.encoding import KEPT, check_written, encode
-from mtp_extract.insertion.plan import InsertionPlan, Losses, overlays
-from mtp_extract.insertion.slots import Location, Slot, match_roles
+from mtp_extract.insertion.encoding import KEPT, check_written, encode_slots
+from mtp_extract.insertion.plan import InsertionPlan, Losses, build_overlays
+from mtp_extract.insertion.slots import Location, WeightSlot, match_roles
 from mtp_extract.io.opening import is_checkpoint
 from mtp_extract.io.place import PathLike, files_of
 from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
-from mtp_extract.litertlm.writer import Added, bundle_with
+from mtp_extract.litertlm.writer import NewSection, add_sections
 from mtp_extract.pipeline.check import ReadDirectory
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
 
 # What exporters compute constants in, and configurations round them to.
-_ALIKE = 1e-6
+_CONFIG_TOLERANCE = 1e-6
 
 _COMPARED = (
     *("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_layers"),
@@ -86,7 +86,7 @@ def planned_insertion(
         try:
             drafter, added = opened.drafter(window), False
         except NoDrafterError as error:
-            drafter, added = _with_drafter(opened, template, window, error), True
+            drafter, added = _add_drafter(opened, template, window, error), True
         if graph_from is not None and not added:
             raise UnsupportedError(
                 f"{opened.source.name}: has a drafter, whose graph stays; no other is added. Leave the other file out.",
@@ -95,7 +95,7 @@ def planned_insertion(
         yield _plan_drafter(checkpoint, drafter, (bundle, source, graph_from), measure, added)
 
 
-def _with_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
+def _add_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
     """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``; ``error``,
     which says why there is no drafter, where there is no template, or none is to be added."""
     if (bundle := opened.bundle) is None or opened.section is not None:
@@ -107,12 +107,12 @@ def _with_drafter(opened: Opened, template: Opened | None, window: int | None, e
     drafter = template.drafter()
     items = {key: str(value) for key, value in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
-    new = [Added(TFLITE_MODEL, items, drafter.model.region)]
+    new = [NewSection(TFLITE_MODEL, items, drafter.model.region)]
     if (weights := drafter.model.weights) is not None:
-        new.append(Added(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
-    virtual = bundle_with(bundle, new)
+        new.append(NewSection(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
+    virtual = add_sections(bundle, new)
     added = Opened(virtual, read_bundle(virtual), None, template.signature).drafter(window)
-    if problems := "; ".join(base_misfits(added)):
+    if problems := "; ".join(find_misfits(added)):
         raise PairError(
             f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {problems}. Take a "
             "drafter that was exported for this base."
@@ -130,18 +130,18 @@ def _plan_drafter(
     opened, source = drafter.opened, drafter.opened.source
     notes = [*checkpoint.notes, *opened.remarks]
     notes += _compare_configs(checkpoint.mtp, drafter.config, source.name)
-    if not added and (problems := "; ".join(base_misfits(drafter))):
+    if not added and (problems := "; ".join(find_misfits(drafter))):
         # What was there before stays, fit or not.
         notes.append(f"In this bundle drafter and base did not fit before, and do not now: {problems}.")
-    encodings = encode(_slots_of_drafter(drafter, checkpoint))
+    encodings = encode_slots(_match_drafter(drafter, checkpoint))
     every = [encoding for of_role in encodings.values() for encoding in of_role]
-    written = [*overlays(every)]
-    scales, remarks = calibrated(drafter, any(encoding.how != KEPT for encoding in every), measure)
+    written = [*build_overlays(every)]
+    scales, remarks = calibrate_activations(drafter, any(encoding.how != KEPT for encoding in every), measure)
 
     def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
             drafter_written = new.drafter(checkpoint.mtp.sliding_window)
-            check_written(path, _slots_of_drafter(drafter_written, checkpoint), encodings)
+            check_written(path, _match_drafter(drafter_written, checkpoint), encodings)
             return prove_checkpoint(drafter_written, checkpoint_of(drafter_written))
 
     return InsertionPlan(source, encodings, (*written, *scales), (*notes, *remarks), inputs, check, added=added)
@@ -160,7 +160,7 @@ def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str)
             place = f"RoPE's {key} in {layer_type}"
             expected[place] = getattr(checkpoint.rope.get(layer_type), key, None)
             of_graph[place] = getattr(rope, key)
-    if wrong := describe_differences(expected, of_graph, _ALIKE):
+    if wrong := describe_differences(expected, of_graph, _CONFIG_TOLERANCE):
         raise PairError(
             f"{name}: the checkpoint does not fit its drafter, which has {wrong}. Give the checkpoint of a drafter for "
             "this bundle."
@@ -175,12 +175,12 @@ def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str)
     return notes
 
 
-def _slots_of_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[Slot]:
+def _match_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[WeightSlot]:
     """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
     places = {role.role: (Location(drafter.model, role),) for role in drafter.walk.roles}
     tensors = checkpoint.whole().tensors
     weights = {role.name: tensors[role.name] for role in shapes_of(drafter.config) if role.name in tensors}
-    return [slot for match in match_roles(places, weights, checkpoint.dtype) for slot in match.required()]
+    return [slot for match in match_roles(places, weights, checkpoint.dtype) for slot in match.require_slots()]
 
 
 def _plan_base(
@@ -195,28 +195,28 @@ def _plan_base(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
             f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
-    slots = _slots_of_base(opened, checkpoint)
+    slots = _match_base(opened, checkpoint)
     notes = [*opened.remarks]
-    encodings = encode(slots, counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots)))
-    written = tuple(overlays(encoding for of_role in encodings.values() for encoding in of_role))
+    encodings = encode_slots(slots, counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots)))
+    written = tuple(build_overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
     if written:
         roles = [place.found for slot in slots for place in slot.places]
         grids = {role.role: (role.input, role.output) for role in roles if role.input or role.output}
-        notes += remark_on_grids(grids, cut_off)
+        notes += describe_static_activations(grids, cut_off)
         if any(section.model_type == MODEL_TYPE for section in opened.sections):
             notes.append("The drafter was made for the base that was there: its drafts may be accepted less often.")
 
     def check(path: Path) -> None:
         with open_bundle(path) as new:
-            check_written(path, _slots_of_base(new, checkpoint), encodings)
+            check_written(path, _match_base(new, checkpoint), encodings)
 
     return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
 
 
-def _slots_of_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[Slot]:
+def _match_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[WeightSlot]:
     """Every role of the base in ``opened``, with its weight in ``checkpoint``."""
     base = find_base(opened)
     check_base(checkpoint, base)
-    return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.required()]
+    return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.require_slots()]

@@ -59,7 +59,7 @@ class Location:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class WeightSlot:
     """Places that hold the same, and the weight of a checkpoint, or its columns, that they hold or are to hold."""
 
     role: str
@@ -73,7 +73,7 @@ class Slot:
         return self.places[0].constant if self.places else None
 
     @property
-    def stored(self) -> Constant:
+    def stored_constant(self) -> Constant:
         """The constant of a slot that has one."""
         assert self.constant is not None
         return self.constant
@@ -81,43 +81,43 @@ class Slot:
     @property
     def storage(self) -> Storage:
         """How its constant lies in the file."""
-        return self.stored.source.storage
+        return self.stored_constant.source.storage
 
-    def stored_bytes(self, first: int, last: int) -> bytes:
+    def read_stored_bytes(self, first: int, last: int) -> bytes:
         """What the file has of rows ``[first, last)``."""
-        part = self.part(self.storage.length, first, last)
-        return self.stored.source.location.read(part.start, part.stop - part.start)
+        part = self.find_slice(self.storage.length, first, last)
+        return self.stored_constant.source.location.read(part.start, part.stop - part.start)
 
     @cached_property
-    def held(self) -> Weight:
+    def stored_weight(self) -> Weight:
         """What the bundle holds: ones where nothing is stored."""
         return self.constant or constant_weight(self.new.shape)
 
     @cached_property
-    def whole(self) -> bool:
+    def needs_all_rows(self) -> bool:
         """Whether its rows are worked on together: their scales do not lie by rows."""
         if self.constant is None or self.storage.packing is None:
             return False
         return not (self.constant.by_rows and self.new.columns % self.storage.columns == 0)
 
-    def ranges(self) -> Iterable[tuple[int, int]]:
+    def list_row_ranges(self) -> Iterable[tuple[int, int]]:
         """Rows ``[first, last)`` after each other, those that are worked on at a time."""
-        return [(0, self.new.rows)] if self.whole else row_ranges(self.new, _ELEMENTS)
+        return [(0, self.new.rows)] if self.needs_all_rows else row_ranges(self.new, _ELEMENTS)
 
-    def part(self, total: int, first: int, last: int) -> slice:
+    def find_slice(self, total: int, first: int, last: int) -> slice:
         """Which of ``total`` stored things (bytes, codes, scales) are those of rows ``[first, last)``."""
         return slice(total * first // self.new.rows, total * last // self.new.rows)
 
-    def numbers(self, first: int, last: int) -> Floats:
+    def compute_stored_values(self, first: int, last: int) -> Floats:
         """Rows of the new weight as they are to be stored, flat, with the converter's factor; CheckpointError where a
         number is not finite, UnsupportedError where the file stores one for all, and the weight has several."""
-        values, factor = self.new.floats(first, last), self.stored.factor
-        if not math.isfinite(squares(values)):
+        values, factor = self.new.floats(first, last), self.stored_constant.factor
+        if not math.isfinite(sum_squares(values)):
             raise CheckpointError(
                 f"{self.role}: holds values that are not finite. It was damaged, or the training diverged: fetch it "
                 "again, or train it again."
             )
-        if self.stored.folded:
+        if self.stored_constant.folded:
             if np.ptp(values):
                 raise UnsupportedError(f"{self.role}: expected equal numbers, as the file stores one. Keep them equal.")
             values = values[:, :1]
@@ -127,17 +127,17 @@ class Slot:
             return (values.reshape(-1).astype(np.float64) * factor).astype(np.float32)
 
 
-class Match(NamedTuple):
+class RoleMatch(NamedTuple):
     """A role of a bundle or a checkpoint: its weight in the one, and where the other holds it."""
 
     role: str
     name: str | None  # of its tensor in a base's checkpoint; None where that has none
     shape: tuple[int, ...]  # of the weight in the checkpoint, or else in the bundle
     places: tuple[Location, ...]
-    slots: list[Slot]  # one for every constant that holds it, or columns of it; none where there is a problem
+    slots: list[WeightSlot]  # one for every constant that holds it, or columns of it; none where there is a problem
     problem: str  # why the two cannot be compared; empty where they can
 
-    def required(self) -> list[Slot]:
+    def require_slots(self) -> list[WeightSlot]:
         """Its slots; PairError where one of the two lacks the role, or has it in another shape."""
         if self.problem:
             raise PairError(f"{self.role}: {self.problem}. Give a checkpoint of the model that the bundle holds.")
@@ -146,26 +146,26 @@ class Match(NamedTuple):
 
 def match_roles(
     places: Mapping[str, tuple[Location, ...]], weights: Mapping[str, Weight], dtype: str | None = None
-) -> Iterator[Match]:
+) -> Iterator[RoleMatch]:
     """Every role of either. A head that the checkpoint ties is its embedding table; scalars that it lacks, all of
     them, are 1. Its floats were rounded to ``dtype``, by default what each tensor is stored in."""
     without_scalars = not any(role.endswith(_SCALAR) for role in weights)
     for role in dict.fromkeys((*weights, *places)):
         weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
-        candidates = _with_known_factor(places.get(role, ()), weight)
+        candidates = _choose_factor(places.get(role, ()), weight)
         is_scalar = role.endswith(_SCALAR)
         if weight is None and is_scalar and without_scalars:
             weight = constant_weight((1,))
-        shape = _shape_of(candidates)
-        problem = _problem(weight, shape, is_read=bool(candidates) or is_scalar)
-        slots = list[Slot]()
+        shape = _find_shape(candidates)
+        problem = _describe_problem(weight, shape, is_read=bool(candidates) or is_scalar)
+        slots = list[WeightSlot]()
         if weight is not None and not problem:
-            slots = _slots(role, candidates, weight, dtype or common_dtype([weight]))
+            slots = _build_slots(role, candidates, weight, dtype or common_dtype([weight]))
         name = weight.name if isinstance(weight, Stored) else None
-        yield Match(role, name, weight.shape if weight else shape, candidates, slots, problem)
+        yield RoleMatch(role, name, weight.shape if weight else shape, candidates, slots, problem)
 
 
-def _problem(weight: Weight | None, shape: tuple[int, ...], is_read: bool) -> str:
+def _describe_problem(weight: Weight | None, shape: tuple[int, ...], is_read: bool) -> str:
     """Why ``weight`` cannot be compared with what a bundle holds in ``shape``; empty where it can."""
     if weight is None:
         return "the checkpoint has no such tensor"
@@ -174,7 +174,7 @@ def _problem(weight: Weight | None, shape: tuple[int, ...], is_read: bool) -> st
     return "" if shape == weight.shape else f"the checkpoint's is {list(weight.shape)}, the bundle's {list(shape)}"
 
 
-def _shape_of(places: Sequence[Location]) -> tuple[int, ...]:
+def _find_shape(places: Sequence[Location]) -> tuple[int, ...]:
     """Of the weight that ``places`` hold: several tables are one, and no graph multiplies by a layer scalar of 1."""
     if not places:
         return (1,)
@@ -183,13 +183,13 @@ def _shape_of(places: Sequence[Location]) -> tuple[int, ...]:
     return (shape[0], max(ends)) if ends else shape
 
 
-def _with_known_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
+def _choose_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
     """``places`` with the factor, of those that their graphs allow, with which they hold a weight as large as
     ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out."""
     constant = places[0].constant if places else None
     if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
         return places
-    sums = [(squares(constant.floats(*rows)), squares(weight.floats(*rows))) for rows in row_ranges(weight)]
+    sums = [(sum_squares(constant.floats(*rows)), sum_squares(weight.floats(*rows))) for rows in row_ranges(weight)]
     norm_stored, wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
     if not 0 < norm_stored < math.inf or not 0 < wanted < math.inf:
         return places
@@ -201,7 +201,7 @@ def _with_known_factor(places: tuple[Location, ...], weight: Weight | None) -> t
     return tuple(replace(place, found=replace(place.found, factor=best)) for place in places)
 
 
-def _slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) -> list[Slot]:
+def _build_slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) -> list[WeightSlot]:
     """A slot for all ``places`` that hold the same of ``weight``, and one where there are none."""
     groups: dict[tuple[Any, ...], list[Location]] = defaultdict(list)
     for place in places:
@@ -209,23 +209,23 @@ def _slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) ->
     slots = []
     for (columns, *_), group in groups.items():
         part_of_weight = weight.in_columns(*columns) if columns is not None and isinstance(weight, Stored) else weight
-        slots.append(Slot(role, tuple(group), part_of_weight, dtype))
-    return slots or [Slot(role, (), weight, dtype)]
+        slots.append(WeightSlot(role, tuple(group), part_of_weight, dtype))
+    return slots or [WeightSlot(role, (), weight, dtype)]
 
 
-def over_rows(slots: Sequence[Slot], step: Callable[[Slot, int, int], _T]) -> dict[Slot, list[_T]]:
+def map_rows(slots: Sequence[WeightSlot], step: Callable[[WeightSlot, int, int], _T]) -> dict[WeightSlot, list[_T]]:
     """For each slot what ``step(slot, first, last)`` gives of its rows, some at a time, in order."""
-    groups = defaultdict[object, list[Slot]](list)
+    groups = defaultdict[object, list[WeightSlot]](list)
     for slot in slots:
         new = slot.new
-        if isinstance(new, Stored) and new.cut is not None and not slot.whole:
+        if isinstance(new, Stored) and new.cut is not None and not slot.needs_all_rows:
             # Columns of the same rows of a file.
             groups[new.path, new.tensor.offset, new.columns].append(slot)
         else:
             groups[slot].append(slot)
-    tasks = [(group, *rows) for group in groups.values() for rows in group[0].ranges()]
+    tasks = [(group, *rows) for group in groups.values() for rows in group[0].list_row_ranges()]
 
-    def work(task: tuple[list[Slot], int, int]) -> list[_T]:
+    def work(task: tuple[list[WeightSlot], int, int]) -> list[_T]:
         group, first, last = task
         # NumPy copies scales that are spread over rows shorter than its buffers, which takes as long as multiplying by
         # them; its buffers are the thread's own.
@@ -239,7 +239,7 @@ def over_rows(slots: Sequence[Slot], step: Callable[[Slot, int, int], _T]) -> di
     return of_slot
 
 
-def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:
+def are_equal(stored: Floats, wanted: Floats, dtype: str) -> bool:
     """Whether ``stored``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
     bits, rounding = wanted.reshape(-1).view(np.uint32), DTYPES[dtype]
     if np.array_equal(stored.reshape(-1).view(np.uint32), bits):
@@ -251,7 +251,7 @@ def are_alike(stored: Floats, wanted: Floats, dtype: str) -> bool:
     return np.array_equal(rounded.view(np.uint32), bits)
 
 
-def squares(values: Floats) -> float:
+def sum_squares(values: Floats) -> float:
     """The sum of the squares of ``values``, which may overflow and vanish in float32."""
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -261,6 +261,6 @@ def squares(values: Floats) -> float:
     return float(np.einsum("i,i->", values.reshape(-1), values.reshape(-1), dtype=np.float64))
 
 
-def relative_error(difference: float, size: float) -> float:
+def compute_relative_error(difference: float, size: float) -> float:
     """Root mean square of a difference as a share of that of the weight, from sums of squares of both."""
     return math.sqrt(difference / size) if size else math.inf if difference else 0.0

@@ -49,7 +49,7 @@ _ITEM_STRING = 9
 
 HEADER_START = 32
 _LONGEST_HEADER = 1 << 24
-_AGAIN = "The file is damaged: fetch it again."
+_FETCH_AGAIN = "The file is damaged: fetch it again."
 _MOST_ELEMENTS = 1 << 16
 
 
@@ -139,42 +139,42 @@ def read_bundle(source: Source) -> Bundle:
             f"{source.name}: expected a .litertlm bundle (first bytes {MAGIC!r}), "
             f"found {source.read(0, min(len(MAGIC), source.size))!r}."
         )
-    version, end = _start(source)
+    version, end = _read_start(source)
     listed = Region(source, HEADER_START, end - HEADER_START, "the header")
-    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).root()
+    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).read_root()
     system, listing = root.table(0), root.table(1)
     sections = tuple(
-        Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _items(entry))
+        Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _read_items(entry))
         for index, entry in enumerate(listing.tables(0) if listing else ())
     )
     _check_ranges(source, end, sections)
-    return Bundle(source, version, end, _items(system), sections)
+    return Bundle(source, version, end, _read_items(system), sections)
 
 
-def _start(source: Source) -> tuple[tuple[int, int, int], int]:
+def _read_start(source: Source) -> tuple[tuple[int, int, int], int]:
     """The version of a bundle, and where its header ends."""
     if source.size < HEADER_START:
         raise TruncatedError(
             f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
         )
     head = FlatBuffer(Region(source, 0, source.size, "the header"))
-    major, minor, patch = (head.integer("I", at) for at in (8, 12, 16))
+    major, minor, patch = (head.read_integer("I", at) for at in (8, 12, 16))
     if major != 1:
         raise UnsupportedError(
             f"{source.name}: .litertlm version {major}.{minor}.{patch}; this release reads versions 1.x. "
             "Look for a newer release of mtp-extract."
         )
-    end = head.integer("Q", 24)
+    end = head.read_integer("Q", 24)
     if end > source.size:
         raise TruncatedError(
             f"{source.name}: the header ends at byte {end}, but the file has {source.size}. Fetch it again."
         )
     if not HEADER_START + 8 <= end <= _LONGEST_HEADER:
-        raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be. {_AGAIN}")
+        raise FormatError(f"{source.name}: the header claims to end at byte {end}, which cannot be. {_FETCH_AGAIN}")
     return (major, minor, patch), end
 
 
-def _items(owner: Table | None) -> MappingProxyType[str, Item]:
+def _read_items(owner: Table | None) -> MappingProxyType[str, Item]:
     items: dict[str, Item] = {}
     for pair in owner.tables(0) if owner else ():
         key = pair.string(0)
@@ -197,13 +197,13 @@ def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]
     for section in sections:
         name = f"{source.name}: {section.label}"
         if section.begin > section.end:
-            raise FormatError(f"{name} runs backwards, from byte {section.begin} to {section.end}. {_AGAIN}")
+            raise FormatError(f"{name} runs backwards, from byte {section.begin} to {section.end}. {_FETCH_AGAIN}")
         if section.end > source.size:
             why = "The download is incomplete: fetch it again."
             raise TruncatedError(f"{name} ends at byte {section.end}, but the file has {source.size}. {why}")
         if section.size and section.begin < header_end:
-            raise FormatError(f"{name} begins at byte {section.begin}, inside the header. {_AGAIN}")
+            raise FormatError(f"{name} begins at byte {section.begin}, inside the header. {_FETCH_AGAIN}")
     for first, second in pairwise(sorted((s for s in sections if s.size), key=lambda s: s.begin)):
         if second.begin < first.end:
             where = f"{first.label} and {second.label} overlap at byte {second.begin}"
-            raise FormatError(f"{source.name}: {where}. {_AGAIN}")
+            raise FormatError(f"{source.name}: {where}. {_FETCH_AGAIN}")

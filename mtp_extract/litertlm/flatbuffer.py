@@ -48,7 +48,7 @@ class FlatBuffer:
         self._stored = dict[tuple[int, int], bytes]()
         self._contents = dict[bytes, bytes]()
 
-    def spend(self, elements: int, length: int) -> None:
+    def spend_budget(self, elements: int, length: int) -> None:
         """Count what is read, ``elements`` in ``length`` bytes, against the budget and against the size of the buffer.
 
         Tables and strings may be shared, so that a file of kilobytes describes gigabytes: what is built counts, not
@@ -60,75 +60,77 @@ class FlatBuffer:
         self._budget.elements -= elements
         self._bytes_read += length
         if self._budget.elements < 0:
-            raise self.error("it describes more elements than any real model has")
+            raise self.make_error("it describes more elements than any real model has")
         if self._bytes_read > _READS_OF_A_BYTE * self.region.size + _SPARE:
-            raise self.error(f"its {self.region.size} bytes describe more elements than they hold, by sharing parts")
+            raise self.make_error(
+                f"its {self.region.size} bytes describe more elements than they hold, by sharing parts"
+            )
 
-    def stored(self, start: int, length: int) -> bytes:
+    def read_stored(self, start: int, length: int) -> bytes:
         """The bytes there, read once, however many refer to them; equal ones are one object, compared at once."""
         if (start, length) not in self._stored:
-            self.spend(0, length)
+            self.spend_budget(0, length)
             content = self.region.read(start, length)
             self._stored[start, length] = self._contents.setdefault(content, content)
         return self._stored[start, length]
 
-    def error(self, problem: str) -> FormatError:
+    def make_error(self, problem: str) -> FormatError:
         """A :class:`FormatError` that names this buffer."""
         return FormatError(f"{self.region.source.name}: {self.region.what} is not a valid flatbuffer: {problem}.")
 
-    def unpack(self, code: str, position: int) -> int | float | bool:
+    def read_scalar(self, code: str, position: int) -> int | float | bool:
         """The scalar with the :mod:`struct` code ``code`` at ``position``."""
         form = _STRUCTS[code]
         try:
             value: int | float | bool = form.unpack(self.region.read(position, form.size))[0]
         except TruncatedError as error:
-            raise self.error(f"an offset leads to byte {position} of {self.region.size}") from error
+            raise self.make_error(f"an offset leads to byte {position} of {self.region.size}") from error
         return value
 
-    def integer(self, code: str, position: int) -> int:
-        return int(self.unpack(code, position))
+    def read_integer(self, code: str, position: int) -> int:
+        return int(self.read_scalar(code, position))
 
-    def root(self) -> Table:
-        return self.table(self.integer("I", 0))
+    def read_root(self) -> Table:
+        return self.read_table(self.read_integer("I", 0))
 
-    def table(self, position: int) -> Table:
+    def read_table(self, position: int) -> Table:
         """The table at ``position``, its vtable checked."""
-        vtable = position - self.integer("i", position)
-        length, slots = self._vtables.get(vtable) or self._vtable(vtable)
+        vtable = position - self.read_integer("i", position)
+        length, slots = self._vtables.get(vtable) or self._read_vtable(vtable)
         if position + length > self.region.size:
-            raise self.error(f"the table at byte {position} has size {length}")
+            raise self.make_error(f"the table at byte {position} has size {length}")
         # With the offset that leads to it.
-        self.spend(1, length + 4)
+        self.spend_budget(1, length + 4)
         return Table(self, position, slots)
 
-    def _vtable(self, position: int) -> tuple[int, tuple[int, ...]]:
+    def _read_vtable(self, position: int) -> tuple[int, tuple[int, ...]]:
         """The size of the tables with the vtable at ``position``, which many share, and where fields lie in them."""
-        size = self.integer("H", position)
+        size = self.read_integer("H", position)
         if size < 4 or size % 2:
-            raise self.error(f"the vtable at byte {position} has size {size}")
-        length = self.integer("H", position + 2)
+            raise self.make_error(f"the vtable at byte {position} has size {size}")
+        length = self.read_integer("H", position + 2)
         if length < 4:
-            raise self.error(f"the vtable at byte {position} is of tables of size {length}")
-        self.spend(0, size)
+            raise self.make_error(f"the vtable at byte {position} is of tables of size {length}")
+        self.spend_budget(0, size)
         slots = struct.unpack(f"<{size // 2 - 2}H", self.region.read(position + 4, size - 4)) if size > 4 else ()
         if any(slot >= length for slot in slots):
-            raise self.error(f"the vtable at byte {position} has a field outside its table")
+            raise self.make_error(f"the vtable at byte {position} has a field outside its table")
         self._vtables[position] = length, slots
         return length, slots
 
-    def vector(self, position: int, width: int) -> Vector:
+    def read_vector(self, position: int, width: int) -> Vector:
         """The vector at ``position``, of elements of ``width`` bytes."""
-        count = self.integer("I", position)
+        count = self.read_integer("I", position)
         if position + 4 + count * width > self.region.size:
-            raise self.error(f"the vector at byte {position} claims {count} elements of {width} bytes")
+            raise self.make_error(f"the vector at byte {position} claims {count} elements of {width} bytes")
         return Vector(self, position + 4, count, width)
 
-    def string(self, position: int) -> str:
+    def read_string(self, position: int) -> str:
         """The string at ``position``; bytes that are not UTF-8 appear as backslash escapes."""
-        vector = self.vector(position, 1)
+        vector = self.read_vector(position, 1)
         if vector.count > _LONGEST_STRING:
-            raise self.error(f"a string of {vector.count} bytes")
-        self.spend(1 + vector.count // _BYTES_PER_ELEMENT, 4 + vector.count)
+            raise self.make_error(f"a string of {vector.count} bytes")
+        self.spend_budget(1 + vector.count // _BYTES_PER_ELEMENT, 4 + vector.count)
         return vector.bytes().decode("utf-8", "backslashreplace")
 
 
@@ -146,7 +148,7 @@ class Vector:
 
     def stored(self) -> builtins.bytes:
         """The same, read once, however many refer to them."""
-        return self.buffer.stored(self.start, self.count * self.width) if self.count else b""
+        return self.buffer.read_stored(self.start, self.count * self.width) if self.count else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,35 +170,35 @@ class Table:
     def follow(self, slot: int) -> int:
         """Where what an offset field leads to begins; 0 when absent."""
         at = self.at(slot)
-        return at + self.buffer.integer("I", at) if at else 0
+        return at + self.buffer.read_integer("I", at) if at else 0
 
     def integer(self, slot: int, code: str, default: int = 0) -> int:
         at = self.at(slot)
-        return self.buffer.integer(code, at) if at else default
+        return self.buffer.read_integer(code, at) if at else default
 
     def scalar(self, slot: int, code: str, default: int | float | bool = 0) -> int | float | bool:
         at = self.at(slot)
-        return self.buffer.unpack(code, at) if at else default
+        return self.buffer.read_scalar(code, at) if at else default
 
     def string(self, slot: int) -> str | None:
         at = self.follow(slot)
-        return self.buffer.string(at) if at else None
+        return self.buffer.read_string(at) if at else None
 
     def table(self, slot: int) -> Table | None:
         at = self.follow(slot)
-        return self.buffer.table(at) if at else None
+        return self.buffer.read_table(at) if at else None
 
     def vector(self, slot: int, width: int) -> Vector:
         """The vector in ``slot``, of elements of ``width`` bytes."""
         at = self.follow(slot)
-        return self.buffer.vector(at, width) if at else Vector(self.buffer, 0, 0, width)
+        return self.buffer.read_vector(at, width) if at else Vector(self.buffer, 0, 0, width)
 
     def integers(self, slot: int, code: str) -> tuple[int, ...]:
         vector = self.vector(slot, _STRUCTS[code].size)
-        self.buffer.spend(vector.count, vector.count * vector.width)
+        self.buffer.spend_budget(vector.count, vector.count * vector.width)
         return struct.unpack(f"<{vector.count}{code}", vector.bytes())
 
     def tables(self, slot: int) -> Iterator[Table]:
         vector = self.vector(slot, 4)
         for offset in range(vector.start, vector.start + 4 * vector.count, 4):
-            yield self.buffer.table(offset + self.buffer.integer("I", offset))
+            yield self.buffer.read_table(offset + self.buffer.read_integer("I", offset))

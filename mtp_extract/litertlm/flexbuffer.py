@@ -21,7 +21,7 @@ _MOST_KEYS = 1 << 10
 _UNSIGNED = 2
 _MAP = 9
 _TYPES = frozenset({*range(27), 36})
-_DIRECT = {6: 1, 7: 2, 8: 3}
+_INDIRECT_TYPES = {6: 1, 7: 2, 8: 3}
 """The types of numbers that stand behind an offset, and those of the same numbers in place."""
 # Of integers, unsigned ones and floats, by width.
 _CODES = {
@@ -41,62 +41,62 @@ def read_numbers(stored: bytes, names: Collection[str]) -> dict[str, float]:
     # Each key is compared with the names, never read to its end: all may be one string.
     texts = {name: name.encode() + b"\0" for name in names}
     numbers = dict[str, float | None]()
-    for key, value, width, type_ in _entries(stored):
+    for key, value, width, type_ in _iterate_entries(stored):
         name = next((name for name, text in texts.items() if stored.startswith(text, key)), None)
         if name is None:
             continue
         if name in numbers:
             raise FormatError(f"the key {name!r} stands there twice")
-        numbers[name] = _number(stored, value, width, _unsigned(stored, type_, 1))
+        numbers[name] = _read_number(stored, value, width, _read_unsigned(stored, type_, 1))
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _entries(stored: bytes) -> Iterator[tuple[int, int, int, int]]:
+def _iterate_entries(stored: bytes) -> Iterator[tuple[int, int, int, int]]:
     """Of each value of the map at the root: where its key and itself stand, its width, and where its type stands."""
-    root_width = _unsigned(stored, len(stored) - 1, 1)
-    root_type = _unsigned(stored, len(stored) - 2, 1)
+    root_width = _read_unsigned(stored, len(stored) - 1, 1)
+    root_type = _read_unsigned(stored, len(stored) - 2, 1)
     if root_type >> 2 != _MAP:
         return
     width = 1 << (root_type & 3)
-    values = _back(stored, len(stored) - 2 - root_width, root_width)
-    count = _unsigned(stored, values - width, width)
-    key_width = _unsigned(stored, values - 2 * width, width)
+    values = _follow_offset(stored, len(stored) - 2 - root_width, root_width)
+    count = _read_unsigned(stored, values - width, width)
+    key_width = _read_unsigned(stored, values - 2 * width, width)
     if count > _MOST_KEYS:
         raise FormatError(f"it has {count} keys, more than any exporter writes")
-    keys = _back(stored, values - 3 * width, width)
+    keys = _follow_offset(stored, values - 3 * width, width)
     for index in range(count):
-        key = _back(stored, keys + index * key_width, key_width)
+        key = _follow_offset(stored, keys + index * key_width, key_width)
         yield key, values + index * width, width, values + count * width + index
 
 
-def _number(stored: bytes, position: int, width: int, packed_type: int) -> float | None:
+def _read_number(stored: bytes, position: int, width: int, packed_type: int) -> float | None:
     """The number at ``position``; None for what is none."""
     kind = packed_type >> 2
     if kind not in _TYPES:
         raise FormatError(f"a value of the type {kind}, which there is not")
-    if kind in _DIRECT:
-        kind = _DIRECT[kind]
-        position = _back(stored, position, width)
+    if kind in _INDIRECT_TYPES:
+        kind = _INDIRECT_TYPES[kind]
+        position = _follow_offset(stored, position, width)
         width = 1 << (packed_type & 3)
     code = _CODES.get(kind, {}).get(width)
-    return None if code is None else float(_scalar(stored, position, code))
+    return None if code is None else float(_read_scalar(stored, position, code))
 
 
-def _back(stored: bytes, position: int, width: int) -> int:
+def _follow_offset(stored: bytes, position: int, width: int) -> int:
     """Where the offset at ``position`` leads."""
-    target = position - _unsigned(stored, position, width)
+    target = position - _read_unsigned(stored, position, width)
     if target < 0:
         raise FormatError("an offset leads out of it")
     return target
 
 
-def _unsigned(stored: bytes, position: int, width: int) -> int:
+def _read_unsigned(stored: bytes, position: int, width: int) -> int:
     if width not in _CODES[_UNSIGNED]:
         raise FormatError(f"a number of {width} bytes")
-    return int(_scalar(stored, position, _CODES[_UNSIGNED][width]))
+    return int(_read_scalar(stored, position, _CODES[_UNSIGNED][width]))
 
 
-def _scalar(stored: bytes, position: int, code: str) -> int | float:
+def _read_scalar(stored: bytes, position: int, code: str) -> int | float:
     # A negative position would be counted from the end.
     if position < 0 or position + struct.calcsize(code) > len(stored):
         raise FormatError("an offset leads out of it")

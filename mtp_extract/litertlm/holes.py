@@ -22,7 +22,7 @@ from mtp_extract.litertlm.tflite import ELEMENT_BITS
 PAGE = 4096
 """Bytes, aligned in the file: what file systems leave out of a sparse file, and no piece of a download is smaller."""
 
-_READ = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 # Above what quantizers write for a row of zeros, below any scale of weights that a drafter computes with.
 _SMALLEST_SCALE = 1e-7
@@ -34,8 +34,8 @@ def zero_pages(region: Region) -> Iterator[tuple[int, int]]:
     length_of_pages = max(region.size - first, 0) // PAGE * PAGE
     # With a page before and behind that is not zero, so that every run has two edges.
     is_zero = np.zeros(length_of_pages // PAGE + 2, np.bool_)
-    for begin in range(0, length_of_pages, _READ):
-        length = min(_READ, length_of_pages - begin)
+    for begin in range(0, length_of_pages, _CHUNK_BYTES):
+        length = min(_CHUNK_BYTES, length_of_pages - begin)
         words = np.frombuffer(region.read(first + begin, length), np.uint64).reshape(-1, PAGE // 8)
         # Almost every page is told from a hole by its first word.
         suspects = np.flatnonzero(words[:, 0] == 0)
@@ -55,12 +55,12 @@ def missing_rows(constant: QuantizedTensor) -> range | None:
     bits = storage.columns * ELEMENT_BITS[storage.type]
     for begin, end in zero_pages(constant.location):
         first, last = -(-begin * 8 // bits), end * 8 // bits
-        if first < last and _say_there_are_numbers(scale, first, last):
+        if first < last and _belong_to_numbers(scale, first, last):
             return range(first, last)
-    return _rows_without_scales(constant, scale)
+    return _find_rows_without_scales(constant, scale)
 
 
-def _say_there_are_numbers(scale: Floats, first: int, last: int) -> bool:
+def _belong_to_numbers(scale: Floats, first: int, last: int) -> bool:
     """Whether the scales of rows ``[first, last)``, whose codes are all 0, are not those of rows of zeros."""
     scales = scale[first:last]
     if scales.max() <= _SMALLEST_SCALE:
@@ -72,7 +72,7 @@ def _say_there_are_numbers(scale: Floats, first: int, last: int) -> bool:
     return bool(others.size and scales[0] != 1 and others.min() <= scales[0] <= others.max())
 
 
-def _rows_without_scales(constant: QuantizedTensor, scale: Floats) -> range | None:
+def _find_rows_without_scales(constant: QuantizedTensor, scale: Floats) -> range | None:
     """Rows of a page of scales that are 0, where a code is not: no quantizer divides by 0."""
     rows = np.flatnonzero(scale == 0)
     # A single scale of a block may be too small for FP16, and its codes stay.

@@ -22,7 +22,7 @@ Entry = Mapping[str, Any]
 id; or of a licence: its id on the Hub, its name, where its text is."""
 
 
-def _published(sha256: str | None, section: str | None = None) -> Entry | None:
+def _find_entry(sha256: str | None, section: str | None = None) -> Entry | None:
     """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
     entries: list[Entry] = load_mapping("bundles")["bundles"]
     for entry in entries:
@@ -33,7 +33,7 @@ def _published(sha256: str | None, section: str | None = None) -> Entry | None:
 
 def known_bundle(source: Source) -> Entry | None:
     """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
-    return _published(stated_sha256(source.provenance))
+    return _find_entry(find_stated_sha256(source.provenance))
 
 
 def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[str, Any] | None:
@@ -48,7 +48,7 @@ def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[
         SourceError: it is a copy in the Hub's cache, and not what the Hub states.
     """
     published = next((entry for entry in load_mapping("bundles")["bundles"] if entry["size"] == source.size), None)
-    stated = stated_sha256(source.provenance)
+    stated = find_stated_sha256(source.provenance)
     if source.path is None or (published is None and stated is None):
         return None
     computed = source.sha256(reporter)
@@ -57,13 +57,13 @@ def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[
             f"{source.name}: expected the SHA-256 {stated}, as the Hub states it, found {computed}. The copy in the "
             "Hub's cache is damaged: delete it, and fetch the file again."
         )
-    known = _published(computed) or published
+    known = _find_entry(computed) or published
     stated_keys = ("name", "repository", "file", "base_model", "note")
     named = {key: known[key] for key in stated_keys} if known else None
-    return {"sha256": computed, "published": named, "is_published": _published(computed) is not None}
+    return {"sha256": computed, "published": named, "is_published": _find_entry(computed) is not None}
 
 
-def stated_sha256(provenance: Mapping[str, str]) -> str | None:
+def find_stated_sha256(provenance: Mapping[str, str]) -> str | None:
     """The SHA-256 that the Hub states for a file, as its ETag; None for a small file, which has git's blob id.
 
     Of another server an ETag is any text, and says nothing.
@@ -75,7 +75,7 @@ def stated_sha256(provenance: Mapping[str, str]) -> str | None:
 def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
     """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
     source = extraction["source"]
-    return _published(stated_sha256(source.get("provenance") or {}), (source.get("section") or {}).get("sha256"))
+    return _find_entry(find_stated_sha256(source.get("provenance") or {}), (source.get("section") or {}).get("sha256"))
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:

@@ -65,9 +65,11 @@ class QuantizedTensor:
                 f"{tensor.label} has {quantization.details} quantization, which this release cannot read."
             )
         blockwise = quantization.blockwise
-        stored = _block_scales(model, tensor, blockwise) if blockwise else _channel_scales(tensor, quantization)
-        scale, zero_point = _checked(tensor, CODE_TYPES[type_], *stored)
-        storage = _storage_of(type_, tensor.shape, quantization, symmetric=not zero_point.any())
+        stored = (
+            _read_block_scales(model, tensor, blockwise) if blockwise else _read_channel_scales(tensor, quantization)
+        )
+        scale, zero_point = _check_scales(tensor, CODE_TYPES[type_], *stored)
+        storage = _describe_storage(type_, tensor.shape, quantization, symmetric=not zero_point.any())
         return cls(tensor, location, storage, scale, zero_point)
 
     @property
@@ -87,7 +89,7 @@ class QuantizedTensor:
         if self.packing is None:
             raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
         end = self.tensor.elements if end is None else end
-        return self.packing.unpack(self._bytes(begin, end))[: end - begin]
+        return self.packing.unpack(self._read_bytes(begin, end))[: end - begin]
 
     def floats(self, begin: int = 0, end: int | None = None) -> Floats:
         """The numbers of elements ``[begin, end)``, flat, float32; ``begin`` as for :meth:`codes`.
@@ -104,24 +106,26 @@ class QuantizedTensor:
             part = result[at - begin : at - begin + step]
             # By the type, never by the scales: floats may carry some that mean nothing.
             if self.packing is None:
-                np.copyto(part, widened(self._bytes(at, at + part.size), self.storage.type))
+                np.copyto(part, widened(self._read_bytes(at, at + part.size), self.storage.type))
                 if not np.isfinite(part).all():
                     raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
             else:
                 np.copyto(part, self.codes(at, at + part.size))
-                self.storage.scale_codes(part, self.scale.reshape(-1), self.zero_point.reshape(-1), at)
+                self.storage.dequantize_inplace(part, self.scale.reshape(-1), self.zero_point.reshape(-1), at)
         return result
 
     def dequantize(self) -> Floats:
         """All numbers, float32, in the tensor's shape."""
         return self.floats().reshape(self.tensor.shape)
 
-    def _bytes(self, begin: int, end: int) -> bytes:
+    def _read_bytes(self, begin: int, end: int) -> bytes:
         bits = ELEMENT_BITS[self.storage.type]
         return self.location.read(begin * bits // 8, -(-end * bits // 8) - begin * bits // 8)
 
 
-def _storage_of(type_: TensorType, shape: tuple[int, ...], quantization: Quantization, *, symmetric: bool) -> Storage:
+def _describe_storage(
+    type_: TensorType, shape: tuple[int, ...], quantization: Quantization, *, symmetric: bool
+) -> Storage:
     """How codes lie with scales that were checked."""
     if quantization.blockwise is not None:
         return Storage(type_, shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
@@ -130,7 +134,7 @@ def _storage_of(type_: TensorType, shape: tuple[int, ...], quantization: Quantiz
     return Storage(type_, shape, "per_channel", quantization.axis, symmetric=symmetric)
 
 
-def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
+def _read_channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales and zero points, one of all or one a channel."""
     # Counted before they are read: a vector may claim the rest of the file.
     scales = quantization.scales.count
@@ -146,7 +150,7 @@ def _channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats,
     return quantization.scale, quantization.zero_point
 
 
-def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
+def _read_block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales and zero points of blocks, ``[…, blocks]``: in tensors that the details name, whatever else there is."""
     size = details.block_size
     if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
@@ -166,10 +170,10 @@ def _block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tup
     zero_points = tensors[details.zero_points]
     if zero_points.elements not in (1, scale.size):
         raise FormatError(f"{tensor.label} has {scale.size} block scales and {zero_points.elements} zero points.")
-    return scale, _plain_integers(model, zero_points)
+    return scale, _read_integers(model, zero_points)
 
 
-def _checked(
+def _check_scales(
     tensor: Tensor, packing: Packing, scale: Floats, zero_point: npt.NDArray[np.int64]
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
     """Scales that a weight may have, and zero points, one for each."""
@@ -188,7 +192,7 @@ def _checked(
     return scale, zero_point.reshape(scale.shape)
 
 
-def _plain_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
+def _read_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
     stored, type_ = model.locate(tensor).read(), TensorType(tensor.type_id)
     if type_ in CODE_TYPES:
         return CODE_TYPES[type_].unpack(stored)[: tensor.elements].astype(np.int64)

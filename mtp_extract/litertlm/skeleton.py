@@ -45,13 +45,13 @@ def unpack_skeleton(source: Source) -> Source | None:
     # The name of an archive's first member follows 30 bytes of header.
     if source.read(30, len(_MEMBER)) != _MEMBER.encode():
         return None
-    model = _unpack(source)
+    model = _unpack_archive(source)
     if len(model) > _LARGEST_MODEL or not model.endswith(MARK):
         raise FormatError(f"{source.name}: expected a skeleton of mtp-extract, found another model. Make it again.")
     return BytesSource(model, source.name)
 
 
-def _unpack(source: Source) -> bytes:
+def _unpack_archive(source: Source) -> bytes:
     """The one member of the archive ``source``, no more of it than any drafter has."""
     try:
         with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:

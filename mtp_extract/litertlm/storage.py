@@ -156,7 +156,7 @@ def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
     return np.frombuffer(stored, "<f2").astype(np.float32)
 
 
-def float_bytes(values: Floats, type_: TensorType, name: str) -> bytes:
+def encode_floats(values: Floats, type_: TensorType, name: str) -> bytes:
     """float32 values, flat, as the floating-point type ``type_``, rounded to the nearest.
 
     Raises:
@@ -230,19 +230,19 @@ class Storage:
         Raises:
             UnsupportedError: a scale of blocks leaves FP16.
         """
-        scale, zero_point = self.scales_for(values)
-        return scale, zero_point, self.coded(values, scale, zero_point)
+        scale, zero_point = self.compute_scales(values)
+        return scale, zero_point, self.quantize_by(values, scale, zero_point)
 
-    def coded(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
+    def quantize_by(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
         """The codes of ``values`` with these scales and zero points, as :meth:`quantized` gives them."""
         # By a scale of 0 every code stands for 0, and nothing can be divided.
-        codes: npt.NDArray[Any] = self.by_scale(values) / np.where(scale > 0, scale, np.float32(1))[:, None]
+        codes: npt.NDArray[Any] = self.group_by_scale(values) / np.where(scale > 0, scale, np.float32(1))[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
         np.clip(np.rint(codes, out=codes), *self.bounds, out=codes)
         return codes.reshape(values.shape)
 
-    def by_scale(self, values: Floats) -> npt.NDArray[Any]:
+    def group_by_scale(self, values: Floats) -> npt.NDArray[Any]:
         """``values`` as ``[repeats, groups, columns]``."""
         return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
 
@@ -253,7 +253,9 @@ class Storage:
         is_narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
         return self.packing.lowest + is_narrow, self.packing.highest
 
-    def scale_codes(self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0) -> None:
+    def dequantize_inplace(
+        self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0
+    ) -> None:
         """Turn ``codes`` of elements from ``begin`` on, flat, into the numbers that they stand for, in place."""
         groups_of_rows: slice | Integers = slice(0, 1)
         columns = codes.size
@@ -269,7 +271,7 @@ class Storage:
             rows -= zero_point[groups_of_rows, None].astype(np.float32)
         rows *= scale[groups_of_rows, None]
 
-    def stored(self, codes: npt.NDArray[Any]) -> bytes:
+    def pack_codes(self, codes: npt.NDArray[Any]) -> bytes:
         """Codes of any type, flat, as bytes; they begin on one, and the last is filled up with zeros."""
         assert self.packing is not None
         bits = self.packing.bits
@@ -280,9 +282,9 @@ class Storage:
             codes = np.concatenate([codes, np.zeros(missing, codes.dtype)])
         return pack_bytes(codes.view(np.uint8) & np.uint8((1 << bits) - 1), bits).tobytes()
 
-    def scales_for(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
+    def compute_scales(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Scales and zero points of ``values``, as :meth:`quantized` gives them."""
-        rows = self.by_scale(values)
+        rows = self.group_by_scale(values)
         lowest, highest = self.bounds
         low = np.minimum(rows.min(axis=(0, 2)), np.float32(0))
         high = np.maximum(rows.max(axis=(0, 2)), np.float32(0))
@@ -293,10 +295,10 @@ class Storage:
             bound = np.maximum(high - low, _SMALLEST_BOUND).astype(np.float32)
             scale = bound / np.float32(highest - lowest)
             zero_point = np.rint(np.float32(lowest) - low / scale)
-        return _scales_of_blocks(scale) if self.kind == "blockwise" else scale, zero_point.astype(np.int64)
+        return _round_block_scales(scale) if self.kind == "blockwise" else scale, zero_point.astype(np.int64)
 
 
-def _scales_of_blocks(scale: Floats) -> Floats:
+def _round_block_scales(scale: Floats) -> Floats:
     """Scales as a file stores them for blocks: BF16 numbers, in FP16."""
     try:
         brains = widened(round_floats(scale, TensorType.BFLOAT16).tobytes(), TensorType.BFLOAT16)

@@ -257,7 +257,7 @@ class TfliteModel:
             FormatError, TruncatedError, UnsupportedError: as :meth:`locate`.
         """
         if tensor.external_buffer:
-            region, (offset, size) = self.weights, self._external_range(tensor)
+            region, (offset, size) = self.weights, self._find_external_range(tensor)
         else:
             data, offset, size = self._buffers[tensor.buffer]
             region = self.region
@@ -276,7 +276,7 @@ class TfliteModel:
             )
         return region.part(offset, size, tensor.label)
 
-    def _external_range(self, tensor: Tensor) -> tuple[int, int]:
+    def _find_external_range(self, tensor: Tensor) -> tuple[int, int]:
         """(offset, length) in the TFLiteWeights section."""
         if tensor.external_buffer not in self._external:
             raise FormatError(
@@ -304,17 +304,17 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
     if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
         why = "is not a TFLite model (no TFL3 identifier). The file is damaged: fetch it again."
         raise FormatError(f"{region.source.name}: {region.what} {why}")
-    root = FlatBuffer(region, budget).root()
-    codes = tuple(_operator_code(table) for table in root.tables(1))
+    root = FlatBuffer(region, budget).read_root()
+    codes = tuple(_read_operator_code(table) for table in root.tables(1))
     buffers = tuple((t.vector(0, 1), t.integer(1, "Q"), t.integer(2, "Q")) for t in root.tables(4))
-    subgraphs = tuple(_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
+    subgraphs = tuple(_read_subgraph(table, index, codes, len(buffers)) for index, table in enumerate(root.tables(2)))
     if not subgraphs:
         raise FormatError(f"{region.source.name}: {region.what} has no subgraph.")
-    external = _external_buffers(root)
-    return TfliteModel(region, weights, subgraphs, _signatures(root, subgraphs), buffers, external)
+    external = _read_external_buffers(root)
+    return TfliteModel(region, weights, subgraphs, _read_signatures(root, subgraphs), buffers, external)
 
 
-def _external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int, str]]:
+def _read_external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int, str]]:
     """By id, the group of an external buffer, its offset and length there, and its packing."""
     groups = tuple(table.string(0) or "" for table in root.tables(8))
     external = {}
@@ -326,35 +326,35 @@ def _external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int,
     return MappingProxyType(external)
 
 
-def _signatures(root: Table, subgraphs: tuple[Subgraph, ...]) -> tuple[Signature, ...]:
+def _read_signatures(root: Table, subgraphs: tuple[Subgraph, ...]) -> tuple[Signature, ...]:
     """The signatures; one that is listed several times is one."""
     signatures = dict[object, Signature]()
     for table in root.tables(7):
         key, index = table.string(2) or "", table.integer(4, "I")
         what = f"signature {escape(key)!r} names"
         if index >= len(subgraphs):
-            raise table.buffer.error(f"{what} subgraph {index} of {len(subgraphs)}")
+            raise table.buffer.make_error(f"{what} subgraph {index} of {len(subgraphs)}")
         count = len(subgraphs[index].tensors)
-        inputs, outputs = _named_tensors(table, 0, count, what), _named_tensors(table, 1, count, what)
+        inputs, outputs = _read_named_tensors(table, 0, count, what), _read_named_tensors(table, 1, count, what)
         interface = (*inputs.items(), None, *outputs.items())
         signatures.setdefault((key, index, interface), Signature(key, index, inputs, outputs))
     return tuple(signatures.values())
 
 
-def _named_tensors(table: Table, slot: int, count: int, what: str) -> MappingProxyType[str, int]:
+def _read_named_tensors(table: Table, slot: int, count: int, what: str) -> MappingProxyType[str, int]:
     """By name, the indices in ``slot``, each of one of ``count`` tensors."""
     tensors = {}
     for entry in table.tables(slot):
         name, tensor = entry.string(0) or "", entry.integer(1, "I")
         if tensor >= count:
-            raise table.buffer.error(f"{what} tensor {tensor} as {escape(name)!r}")
+            raise table.buffer.make_error(f"{what} tensor {tensor} as {escape(name)!r}")
         if name in tensors:
-            raise table.buffer.error(f"{what} {escape(name)!r} twice")
+            raise table.buffer.make_error(f"{what} {escape(name)!r} twice")
         tensors[name] = tensor
     return MappingProxyType(tensors)
 
 
-def _operator_code(table: Table) -> str:
+def _read_operator_code(table: Table) -> str:
     # Ids up to 126 are in the old one-byte field as well; whichever writer, the larger of the two is meant.
     code = max(table.integer(0, "b"), table.integer(3, "i"))
     names: list[str] = load_mapping("tflite_schema")["builtin_operators"]
@@ -362,32 +362,32 @@ def _operator_code(table: Table) -> str:
     return f"CUSTOM:{table.string(1) or ''}" if name == "CUSTOM" else name
 
 
-def _subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: int) -> Subgraph:
-    tensors = tuple(_tensor(t, index, i, buffers) for i, t in enumerate(table.tables(0)))
+def _read_subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: int) -> Subgraph:
+    tensors = tuple(_read_tensor(t, index, i, buffers) for i, t in enumerate(table.tables(0)))
     return Subgraph(
         index,
         table.string(4) or "",
         tensors,
-        tuple(_operator(entry, index, i, codes, len(tensors)) for i, entry in enumerate(table.tables(3))),
-        _tensor_indices(table, 1, len(tensors), f"the input list of subgraph {index}"),
-        _tensor_indices(table, 2, len(tensors), f"the output list of subgraph {index}"),
+        tuple(_read_operator(entry, index, i, codes, len(tensors)) for i, entry in enumerate(table.tables(3))),
+        _read_tensor_indices(table, 1, len(tensors), f"the input list of subgraph {index}"),
+        _read_tensor_indices(table, 2, len(tensors), f"the output list of subgraph {index}"),
     )
 
 
-def _tensor_indices(table: Table, slot: int, count: int, what: str) -> tuple[int, ...]:
+def _read_tensor_indices(table: Table, slot: int, count: int, what: str) -> tuple[int, ...]:
     """The indices in ``slot``, each of one of ``count`` tensors, or -1."""
     indices = table.integers(slot, "i")
     for tensor in indices:
         if not -1 <= tensor < count:
-            raise table.buffer.error(f"{what} names tensor {tensor}, and it has {count}")
+            raise table.buffer.make_error(f"{what} names tensor {tensor}, and it has {count}")
     return indices
 
 
-def _operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], tensors: int) -> Operator:
+def _read_operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], tensors: int) -> Operator:
     what = f"op {index} of subgraph {subgraph}"
     code = entry.integer(0, "I")
     if code >= len(codes):
-        raise entry.buffer.error(f"{what} has operator code {code} of {len(codes)}")
+        raise entry.buffer.make_error(f"{what} has operator code {code} of {len(codes)}")
     kind = codes[code]
     # LiteRT takes options of another operator's type for none.
     options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
@@ -397,8 +397,8 @@ def _operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], t
         subgraph,
         index,
         kind,
-        _tensor_indices(entry, 1, tensors, what),
-        _tensor_indices(entry, 2, tensors, what),
+        _read_tensor_indices(entry, 1, tensors, what),
+        _read_tensor_indices(entry, 2, tensors, what),
         (composite.string(0) or "") if composite else None,
         composite.integer(1, "i", -1) if composite else -1,
         composite.vector(2, 1) if composite else None,
@@ -407,16 +407,16 @@ def _operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], t
     )
 
 
-def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
+def _read_tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
     shape = table.integers(0, "i")
     product = 1
     for size in shape:
         product *= size
         if size < 0 or product > _LARGEST_DIMENSION_PRODUCT:
-            raise table.buffer.error(f"tensor {index} of subgraph {subgraph} has shape {list(shape[:8])}")
+            raise table.buffer.make_error(f"tensor {index} of subgraph {subgraph} has shape {list(shape[:8])}")
     buffer = table.integer(2, "I")
     if buffer >= buffers:
-        raise table.buffer.error(f"tensor {index} of subgraph {subgraph} names buffer {buffer} of {buffers}")
+        raise table.buffer.make_error(f"tensor {index} of subgraph {subgraph} names buffer {buffer} of {buffers}")
     quantization = table.table(4)
     return Tensor(
         subgraph,
@@ -426,13 +426,13 @@ def _tensor(table: Table, subgraph: int, index: int, buffers: int) -> Tensor:
         table.integer(1, "b"),
         buffer,
         table.integer(10, "I"),
-        _quantization(quantization) if quantization else None,
+        _read_quantization(quantization) if quantization else None,
         table.table(6) is not None,
         bool(table.integer(5, "B")),
     )
 
 
-def _quantization(table: Table) -> Quantization | None:
+def _read_quantization(table: Table) -> Quantization | None:
     kind, details = table.integer(4, "B"), table.table(5)
     if not (table.at(2) or table.at(3) or kind):
         return None

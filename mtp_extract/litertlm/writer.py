@@ -26,7 +26,7 @@ _STRING_VALUE = 9
 _HEADER_ALIGNMENT = 64
 
 
-class Added(NamedTuple):
+class NewSection(NamedTuple):
     """A section that a bundle has not: its type, its items (strings) and its bytes."""
 
     data_type: int
@@ -34,7 +34,7 @@ class Added(NamedTuple):
     content: Region
 
 
-def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
+def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
     """``bundle`` with the sections ``added`` at its end, read from where its parts lie.
 
     Raises:
@@ -47,27 +47,27 @@ def bundle_with(bundle: Bundle, added: Sequence[Added]) -> Assembled:
     for content in contents:
         ranges.append((begin, begin + content.size))
         begin = aligned(begin + content.size, SECTION_ALIGNMENT)
-    header = _header(bundle, sections, added, ranges)
+    header = _build_header(bundle, sections, added, ranges)
     pieces = [(0, Region(BytesSource(header), 0, len(header), "the new header"))]
     pieces += [(place[0], content) for place, content in zip(ranges, contents, strict=True)]
     size = max((end for _, end in ranges), default=SECTION_ALIGNMENT)
     return Assembled(bundle.source.name, size, pieces)
 
 
-def _header(
-    bundle: Bundle, sections: Sequence[Section], added: Sequence[Added], ranges: Sequence[tuple[int, int]]
+def _build_header(
+    bundle: Bundle, sections: Sequence[Section], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
 ) -> bytes:
     """The header that lists ``sections`` and those that are ``added``, which lie at ``ranges`` now."""
     source, name = bundle.source, bundle.source.name
     region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
-    root = FlatBuffer(region).root()
+    root = FlatBuffer(region).read_root()
     listing = root.table(1)
     tables = list(listing.tables(0)) if listing is not None else []
     if any(root.slots[2:]) or (listing is not None and any(listing.slots[1:])):
         raise UnsupportedError(
             f"{name}: its header has a field that is newer than this release, so no section can be added."
         )
-    front = _front(root, tables, added, ranges[len(sections) :])
+    front = _build_front(root, tables, added, ranges[len(sections) :])
     end = HEADER_START + len(front) + region.size
     if end > SECTION_ALIGNMENT:
         raise UnsupportedError(f"{name}: its header leaves no room for another section.")
@@ -90,7 +90,9 @@ def _write_place(listed: bytearray, fields: Sequence[int], place: tuple[int, int
             listed[at : at + 8] = value.to_bytes(8, "little")
 
 
-def _front(root: Table, tables: Sequence[Table], added: Sequence[Added], ranges: Sequence[tuple[int, int]]) -> bytes:
+def _build_front(
+    root: Table, tables: Sequence[Table], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
+) -> bytes:
     """A root and a list of sections that lead on into the old header, right before which they are to stand."""
     builder = flatbuffers.Builder(1 << 12)
     to = builder.PrependUOffsetTRelative

@@ -21,8 +21,8 @@ from mtp_extract.checkpoint.weight import Weight, of_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insertion import slots as slots_module
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, compare_slots
-from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode
-from mtp_extract.insertion.slots import Location, Match, Slot, match_roles
+from mtp_extract.insertion.encoding import KEPT, REQUANTIZED, check_written, encode_slots
+from mtp_extract.insertion.slots import Location, RoleMatch, WeightSlot, match_roles
 
 Floats = npt.NDArray[np.float32]
 Moves = Callable[[Floats, Floats], Floats]
@@ -74,16 +74,16 @@ def weight_of(place: Location) -> Weight:
     return place.constant
 
 
-def judged(*slots: Slot) -> RoleVerdict:
+def judged(*slots: WeightSlot) -> RoleVerdict:
     """Of one role that all of them hold."""
     shape, places = slots[0].new.shape, tuple(place for slot in slots for place in slot.places)
-    (verdict,) = compare_slots([Match("role", None, shape, places, list(slots), "")])
+    (verdict,) = compare_slots([RoleMatch("role", None, shape, places, list(slots), "")])
     return verdict
 
 
-def by_number(slot: Slot, step: Floats) -> tuple[float, float, int]:
+def by_number(slot: WeightSlot, step: Floats) -> tuple[float, float, int]:
     """The error, the largest distance in steps, and how many numbers lie further than half a step."""
-    held, given = slot.held.array().astype(np.float64), slot.new.array().astype(np.float64)
+    held, given = slot.stored_weight.array().astype(np.float64), slot.new.array().astype(np.float64)
     apart = np.where(given == held, 0.0, np.abs(given - held) / step)
     slack = 0.5001 + DTYPES[slot.dtype].roundoff * np.abs(given) / step
     error = np.sqrt(np.square(given - held).sum() / np.square(given).sum()) if given.any() else np.inf
@@ -103,7 +103,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         weight, steps = held.array(), held.steps
         assert steps is not None
         step = np.broadcast_to(np.abs(np.repeat(steps.size, steps.block, axis=1)) / steps.factor, weight.shape)
-        slot = Slot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
+        slot = WeightSlot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
         found = judged(slot)
         expected, most, outside = by_number(slot, step)
         error = np.inf if found.error is None else found.error
@@ -111,7 +111,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         assert found.steps == pytest.approx(most, rel=1e-4, abs=1e-4), kind
         assert found.verdict == (EQUAL if name == "not at all" else DIFFERENT if outside else HALF_STEP), kind
         assert found.verdict != DIFFERENT or str(found.why).startswith(f"{outside} weights"), kind
-        (encoding,) = encode([slot])["role"]
+        (encoding,) = encode_slots([slot])["role"]
         assert encoding.how == KEPT if name == "not at all" else encoding.how == REQUANTIZED or not outside, kind
 
 
@@ -121,14 +121,14 @@ def test_rows_that_both_scales_hold_keep_the_files(places: dict[str, Location]) 
     steps = weight_of(place).steps.size
     signs = np.random.default_rng(0).integers(-1, 2, weight_of(place).shape)
     signs[:, 0] = 1
-    slot = Slot("role", (place,), of_array((3 * steps * signs).astype(np.float32)), "f32")
-    (encoding,) = encode([slot])["role"]
+    slot = WeightSlot("role", (place,), of_array((3 * steps * signs).astype(np.float32)), "f32")
+    (encoding,) = encode_slots([slot])["role"]
     assert encoding.how == REQUANTIZED and encoding.error < 1e-6
     assert np.array_equal(encoding.scales.scale, steps[:, 0])
 
 
 @pytest.fixture
-def tables(places: dict[str, Location], tmp_path: Path) -> list[Slot]:
+def tables(places: dict[str, Location], tmp_path: Path) -> list[WeightSlot]:
     """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
     shape = next(place.found.shape for place in places.values() if place.found.shape[1] % 32 == 0)
     chosen = [place for place in places.values() if place.found.shape == shape]
@@ -145,7 +145,7 @@ def tables(places: dict[str, Location], tmp_path: Path) -> list[Slot]:
 
 
 def test_rows_that_several_tables_are_columns_of_are_read_once(
-    tables: list[Slot], monkeypatch: pytest.MonkeyPatch
+    tables: list[WeightSlot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared, decided, encoded and checked: as often for all as for one, with what one by one gives."""
     read: list[int] = []
@@ -159,12 +159,12 @@ def test_rows_that_several_tables_are_columns_of_are_read_once(
 
     fresh = [replace(slot, new=copy(slot.new)) for slot in tables]
     assert counted(lambda: judged(*fresh)) == fresh[0].new.rows
-    assert counted(lambda: encode(fresh[1:])) <= counted(lambda: encode(fresh[-1:]))
-    together, alone = encode(fresh)["table"], [encode([slot])["table"][0] for slot in fresh]
+    assert counted(lambda: encode_slots(fresh[1:])) <= counted(lambda: encode_slots(fresh[-1:]))
+    together, alone = encode_slots(fresh)["table"], [encode_slots([slot])["table"][0] for slot in fresh]
     assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.how, ours.error) == (theirs.how, theirs.error)
-        assert ours.data(0, ours.slot.new.rows) == theirs.data(0, theirs.slot.new.rows)
+        assert ours.encode_rows(0, ours.slot.new.rows) == theirs.encode_rows(0, theirs.slot.new.rows)
         assert np.array_equal(ours.scales.scale, theirs.scales.scale)
     with pytest.raises(OutputError, match="table reads back differently"):
-        check_written(Path("new"), fresh, encode(fresh))
+        check_written(Path("new"), fresh, encode_slots(fresh))

@@ -38,7 +38,7 @@ from mtp_extract.graph import reading
 from mtp_extract.graph.expressions import Expressions
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, _look_at, compare_base
+from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, _compare_rows, compare_base
 from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
 from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.insertion.slots import match_roles
@@ -161,7 +161,7 @@ def _held(bundle: Path, base: Path) -> Weights:
     with open_bundle(bundle) as opened:
         for match in match_roles(find_base(opened).places, read_base(base).weights):
             if match.name is not None and match.role != "lm_head":
-                columns = [slot.held.array() for slot in match.slots]
+                columns = [slot.stored_weight.array() for slot in match.slots]
                 weights[match.name] = np.concatenate(columns, axis=-1).reshape(match.shape)
     return weights
 
@@ -215,7 +215,7 @@ def test_a_row_that_the_old_scale_serves_badly_gets_the_rules(tmp_path: Path) ->
     role = "layers.5.down_proj"
     with planned_insertion(twin_base(tmp_path / "base", _stretched), TWIN) as plan:
         (encoding,) = plan.encodings[role]
-        before = encoding.slot.stored.source.scale.reshape(-1)
+        before = encoding.slot.stored_constant.source.scale.reshape(-1)
         assert encoding.how == REQUANTIZED
         assert (encoding.scales.scale[::2] == 40).all() and (encoding.scales.scale[1::2] == before[1::2]).all()
         assert plan.losses.roles.get(role) is None or plan.losses.roles[role].relative_rms_error < 1e-6
@@ -419,6 +419,6 @@ def test_what_f16_holds_no_nearer_is_not_different(dtype: str) -> None:
     stored = floats_of_both.astype(np.float16).astype(np.float32)
     storage = Storage(TensorType.FLOAT16, (96, 64), "none")
     constant = SimpleNamespace(folded=False, factor=1.0)
-    slot: Any = SimpleNamespace(constant=constant, stored=constant, storage=storage, dtype=dtype)
-    assert not _look_at(slot, 0, 96, wanted, stored, wrong=False).outside
-    assert _look_at(slot, 0, 96, wanted, stored * np.float32(1.02), wrong=False).outside > 5000
+    slot: Any = SimpleNamespace(constant=constant, stored_constant=constant, storage=storage, dtype=dtype)
+    assert not _compare_rows(slot, 0, 96, wanted, stored, wrong=False).outside
+    assert _compare_rows(slot, 0, 96, wanted, stored * np.float32(1.02), wrong=False).outside > 5000

@@ -38,7 +38,7 @@ def stored(
     codes = np.random.default_rng(4).choice([-3, -2, -1, 1, 2, 3, 7], shape)
     codes[zeros] = 0
     storage = Storage(type_, shape, kind, 0, 32 if kind == "blockwise" else 0)
-    data = storage.stored(codes.reshape(-1)) if storage.packing else codes.astype(np.float32).tobytes()
+    data = storage.pack_codes(codes.reshape(-1)) if storage.packing else codes.astype(np.float32).tobytes()
     source = BytesSource(bytes(2 * PAGE + before) + data)
     tensor = Tensor(0, 0, "w", shape, int(type_), 0, 0, None, False, False)
     region = Region(source, 2 * PAGE + before, len(data), "w")

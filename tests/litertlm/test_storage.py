@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.storage import CODE_TYPES, Storage, float_bytes
+from mtp_extract.litertlm.storage import CODE_TYPES, Storage, encode_floats
 from mtp_extract.litertlm.tflite import TensorType
 
 GOLDEN = np.load(Path(__file__).parent / "requantized.npz")
@@ -45,19 +45,19 @@ def test_packing_is_undone_by_unpacking(codes: np.ndarray, type_: TensorType) ->
     packing = CODE_TYPES[type_]
     inside = np.clip(codes, packing.lowest, packing.highest).astype(packing.dtype)
     storage = Storage(type_, codes.shape, "per_tensor")
-    stored = storage.stored(inside)
+    stored = storage.pack_codes(inside)
     assert len(stored) == storage.length
     np.testing.assert_array_equal(packing.unpack(stored)[: codes.size], inside)
 
 
 def test_floats_that_a_type_cannot_hold() -> None:
     big = np.array([1.0, 3.39e38], np.float32)
-    assert float_bytes(big, TensorType.FLOAT32, "norm") == big.tobytes()
+    assert encode_floats(big, TensorType.FLOAT32, "norm") == big.tobytes()
     for type_ in (TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16):
         for value in (np.inf, -np.inf, np.nan, *([3.4e38] if type_ is not TensorType.FLOAT32 else [])):
             with pytest.raises(UnsupportedError, match="norm: holds values beyond"):
-                float_bytes(np.array([1.0, value], np.float32), type_, "norm")
-    assert float_bytes(np.array([1.0, -2.5], np.float32), TensorType.BFLOAT16, "norm") == b"\x80\x3f\x20\xc0"
+                encode_floats(np.array([1.0, value], np.float32), type_, "norm")
+    assert encode_floats(np.array([1.0, -2.5], np.float32), TensorType.BFLOAT16, "norm") == b"\x80\x3f\x20\xc0"
 
 
 @pytest.mark.parametrize("type_", CODE_TYPES)
@@ -79,4 +79,4 @@ def test_int16_is_one_scale_for_all() -> None:
     storage = Storage(TensorType.INT16, (40,), "per_tensor")
     scale, _, codes = storage.quantized(values)
     assert codes.min() == -32767
-    np.testing.assert_allclose(np.frombuffer(storage.stored(codes), "<i2") * scale[0], values, atol=1e-4)
+    np.testing.assert_allclose(np.frombuffer(storage.pack_codes(codes), "<i2") * scale[0], values, atol=1e-4)

@@ -16,7 +16,7 @@ from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
 from mtp_extract.io.assembled import Assembled, Put, write_copy
 from mtp_extract.io.source import LocalSource, Region
 from mtp_extract.litertlm.container import read_bundle
-from mtp_extract.litertlm.writer import Added, bundle_with
+from mtp_extract.litertlm.writer import NewSection, add_sections
 
 SIZES = st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1])
 CONTENT = st.builds(lambda value, size: bytes([value]) * size, st.integers(0, 255), SIZES)
@@ -38,7 +38,7 @@ def section(data: bytes) -> Region:
 @given(PARTS, PARTS)
 def test_sections_added(parts: list[Part], new: list[Part]) -> None:
     read = read_bundle(Memory(bundle(parts)))
-    again = bundle_with(read, [Added(part.data_type, part.items, section(part.data)) for part in new])
+    again = add_sections(read, [NewSection(part.data_type, part.items, section(part.data)) for part in new])
     found = read_bundle(again)
     assert [(s.data_type, dict(s.items), again.read(s.begin, s.size)) for s in found.sections] == [
         (part.data_type, dict(part.items), part.data) for part in parts + new
@@ -95,9 +95,9 @@ def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeyp
 
 def test_a_header_without_room() -> None:
     read = read_bundle(Memory(bundle([Part(1, b"x")])))
-    many = [Added(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
+    many = [NewSection(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
     with pytest.raises(UnsupportedError, match="no room"):
-        bundle_with(read, many)
+        add_sections(read, many)
 
 
 def test_a_header_with_a_field_that_is_not_known() -> None:
@@ -109,4 +109,4 @@ def test_a_header_with_a_field_that_is_not_known() -> None:
     header = bytes(builder.Output())
     data = b"LITERTLM" + struct.pack("<3I4xQ", 1, 7, 0, 32 + len(header)) + header
     with pytest.raises(UnsupportedError, match="newer than this release"):
-        bundle_with(read_bundle(Memory(data)), [Added(1, {}, section(b"y"))])
+        add_sections(read_bundle(Memory(data)), [NewSection(1, {}, section(b"y"))])
