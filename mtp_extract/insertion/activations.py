@@ -1,4 +1,4 @@
-"""Scales of static activations, put into a bundle anew: as wide as what a drafter computes beside its base."""
+"""Static activations of a bundle: new scales for a drafter's, and notes on a base's, whose scales stay."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _QUANTIZED_TYPES = (TensorType.INT8, TensorType.INT16)
 _PRODUCTS = {"FULLY_CONNECTED", "BATCH_MATMUL"}
 
 Range = tuple[float, float]
-"""The least and the largest value that was seen."""
+"""The smallest and the largest value that was measured."""
 
-Grids = Mapping[str, tuple[Activation | None, Activation | None]]
-"""Role of a matrix → the static grids of what goes into it and what comes out; None where that is float."""
+Activations = tuple[Activation | None, Activation | None]
+"""The static activations of a matrix's input and output; None if they are floats."""
+
+Grids = Mapping[str, Activations]
+"""Role of a matrix → its static activations."""
 
 Ranges = Mapping[str, tuple[Range, Range]]
-"""Role of a matrix → what went into it and what came out."""
+"""Role of a matrix → the ranges of its input and its output."""
 
 
 def calibrate_activations(
-    drafter: Shard, changed: bool, measure: Callable[[], Ranges] | None
+    drafter: Shard, changes_weights: bool, measure: Callable[[], Ranges] | None
 ) -> tuple[list[Overlay], list[str]]:
-    """New scales of static activations, and notes on them.
+    """Return new scales of static activations, and notes for the user.
 
     Args:
-        changed: whether any weight is.
-        measure: gives the ranges of a drafter that has such; None to leave the scales.
+        measure: measures the ranges, called only if the graph has static activations; None to keep the scales.
     """
     static = [role for role in drafter.walk.roles if role.input is not None]
     if measure is None:
@@ -41,12 +43,11 @@ def calibrate_activations(
             "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
             "may be accepted less often than the checkpoint's. A base and prompts give new ones."
         )
-        return [], [note] if static and changed else []
+        return [], [note] if static and changes_weights else []
     if not static:
         return [], ["The graph has no static activations: nothing was calibrated."]
-    # what several roles read has one range
     ranges = measure()
-    written = dict[int, bytes]()
+    scales = dict[int, bytes]()  # by offset in the file: roles that read one value share its scale
     unmeasured = list[str]()
     for role in static:
         node = role.result.producer if role.result is not None else None
@@ -54,41 +55,44 @@ def calibrate_activations(
             continue
         for value, bounds in zip((node.operand(0), node.outputs[0]), ranges[role.role], strict=True):
             if _can_be_rescaled(value):
-                written.update(_encode_scale(drafter.model.region.begin, value.tensors[-1], bounds))
+                scales.update(_encode_scale(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
                 unmeasured.append(role.role)
     notes = [f"Static activations of {len(static)} matrices were calibrated anew."]
     if unmeasured:
         notes.append(f"Shared with other operators, so left: {', '.join(dict.fromkeys(unmeasured))}.")
-    return [*written.items()], notes
+    return [*scales.items()], notes
 
 
 def describe_static_activations(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
-    """What to know of the grids of a base, which stay as they are; ``measure`` gives the share of numbers that they cut
-    off, of the base that was there and of the one that is put in."""
+    """Return notes on the static activations of a base, whose scales stay.
+
+    Args:
+        measure: measures the share of activations that they clip, for the old base and for the new one.
+    """
     if not grids:
         return [] if measure is None else ["The base has no static activations: nothing was measured."]
     if measure is None:
         note = "Activations are quantized statically, with scales that were calibrated for the old weights."
-        return [f"{note} What they cut off is measured where the old base is given."]
+        return [f"{note} Give the old base to measure how many activations they clip."]
     before, after = measure(grids)
     return [
-        f"Static grids of activations stay, which were calibrated for the old weights: of what {len(grids)} matrices "
-        f"read and make they cut off {before:.3%} with the old base, {after:.3%} with the new one."
+        f"The scales of static activations stay as calibrated for the old weights: at {len(grids)} matrices they clip "
+        f"{before:.3%} of the numbers with the old base, {after:.3%} with the new one."
     ]
 
 
 def _can_be_rescaled(value: Value) -> bool:
-    """Whether ``value`` is quantized, and lies between floats and products with matrices only."""
-    maker, readers = value.producer, {node.kind for node, _ in value.consumers}
-    if value.tensors[-1].type not in _QUANTIZED_TYPES or maker is None:
+    """Whether only matrix products and conversions from and to floats depend on the scale of ``value``."""
+    producer, readers = value.producer, {node.kind for node, _ in value.consumers}
+    if value.tensors[-1].type not in _QUANTIZED_TYPES or producer is None:
         return False
-    enters, leaves = maker.kind == "QUANTIZE" and readers <= _PRODUCTS, readers <= {"DEQUANTIZE"}
-    return enters or (maker.kind in _PRODUCTS and leaves)
+    is_input = producer.kind == "QUANTIZE" and readers <= _PRODUCTS
+    return is_input or (producer.kind in _PRODUCTS and readers <= {"DEQUANTIZE"})
 
 
 def _encode_scale(begin: int, tensor: Tensor, bounds: Range) -> Iterator[tuple[int, bytes]]:
-    """What to write where, by the rule for weights; a range of nothing keeps its scale."""
+    """Return the bytes of scale and zero point with their offsets, by the rule for weights; none if the range is 0."""
     quantization, type_ = tensor.quantization, tensor.type
     assert quantization is not None and type_ is not None
     storage = Storage(type_, (2,), "per_tensor", symmetric=not quantization.zero_point.any())

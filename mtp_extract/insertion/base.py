@@ -1,6 +1,6 @@
-"""A bundle's base: where every signature stores each role, and whether a checkpoint or a drafter fits it.
+"""The base in a bundle: where every signature stores each role, and whether a checkpoint or a drafter fits it.
 
-Signatures share the codes of a matrix and have scales of their own.
+Signatures share the codes of a matrix, but each has its own scales.
 """
 
 from __future__ import annotations
@@ -27,42 +27,41 @@ _DECODER = "prefill_decode"
 _TABLES = {"embedder": "embed_tokens", "per_layer_embedder": "embed_tokens_per_layer"}
 # The base of E2B has 976 subgraphs, and 35 layers in each of its signatures.
 _BUDGET = 40_000_000
+# Operators of all signatures with their composites expanded: about ten times those of E2B.
 _MOST_NODES = 200_000
-"""Operators of all signatures, their composites opened: some ten times those of E2B."""
 
-
-# What exporters compute constants in, and configurations round them to.
+# Relative: exporters compute constants in float32, and configurations round them.
 _CONFIG_TOLERANCE = 1e-5
 
 
 class BundledBase(NamedTuple):
-    """A bundle's base."""
+    """The base in a bundle."""
 
     opened: Opened
-    walk: BaseWalk  # of the signature with most layers: what the decoder computes with
-    places: Mapping[str, tuple[Location, ...]]  # role → wherever it is stored, one entry a signature (and a table)
+    walk: BaseWalk  # the graph of the signature that is read first
+    places: Mapping[str, tuple[Location, ...]]  # role → its locations, one for each signature (and each table)
 
 
 def find_base(opened: Opened) -> BundledBase:
-    """Walk every signature of the base's sections.
+    """Find the roles in every signature of the base's sections.
 
     Raises:
-        UnsupportedError: the bundle lacks one of them, or computes what Gemma 4 does not.
-        RoleError: a role is missing in a graph, or a constant left over.
+        UnsupportedError: a section is missing, or a graph computes something that Gemma 4 does not.
+        RoleError: a role is missing in a graph, or a constant has no role.
         FormatError: a section is damaged.
     """
     sections = _find_model_sections(opened)
     elements, nodes = Budget(_BUDGET), Budget(_MOST_NODES)
     model = opened.model(sections[_DECODER], elements)
     decoder = _read_signature(model, read_first(model), walk_base, nodes)
-    located = [*_locate_decoder_roles(model, decoder, nodes)]
+    locations = [*_locate_decoder_roles(model, decoder, nodes)]
     for kind, role in _TABLES.items():
         if kind in sections:
-            later = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            located += _locate_tables(opened.model(sections[kind], elements), role, later, nodes)
+            factor = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
+            locations += _locate_tables(opened.model(sections[kind], elements), role, factor, nodes)
 
     places = defaultdict[str, tuple[Location, ...]](tuple)
-    for role, location in located:
+    for role, location in locations:
         places[role] += (location,)
     for role in ("lm_head", "embed_tokens"):
         if role not in places:
@@ -71,7 +70,7 @@ def find_base(opened: Opened) -> BundledBase:
 
 
 def _find_model_sections(opened: Opened) -> dict[str, Section]:
-    """The sections with models, by what they hold."""
+    """Return the sections with models, by model type."""
     sections = dict[str, Section]()
     for section in opened.sections:
         if section.data_type != TFLITE_MODEL:
@@ -85,47 +84,50 @@ def _find_model_sections(opened: Opened) -> dict[str, Section]:
         sections[kind] = section
     for needed in (_DECODER, "embedder"):
         if needed not in sections:
-            listed = ", ".join(escape(k) for k in sections) or "none"
+            kinds = ", ".join(escape(k) for k in sections) or "none"
             raise UnsupportedError(
-                f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {listed}."
+                f"{opened.source.name}: expected a section {needed}, where a base's weights are, found {kinds}."
             )
     return sections
 
 
 def _locate_decoder_roles(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[tuple[str, Location]]:
-    """Every role of every signature of the decoder, of which ``first`` says most."""
+    """Locate every role in every signature of the decoder. ``first`` is the graph of the signature read first."""
     for signature in _list_distinct_signatures(model):
         is_first = signature.subgraph == read_first(model).subgraph
         walk = first if is_first else _read_signature(model, signature, partial(match_base, decoder=first), nodes)
-        for placed in walk.roles:
-            # Without the graph, which is large, and of which nothing more is asked.
-            yield placed.role, Location(model, replace(placed, result=None))
+        for graph_role in walk.roles:
+            # Without ``result``, which would keep the large graph in memory.
+            yield graph_role.role, Location(model, replace(graph_role, result=None))
 
 
-def _locate_tables(model: TfliteModel, role: str, later: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
-    """The tables of an embedder, in every signature; several are columns of ``role`` side by side. The decoder
-    multiplies what they give by ``later``."""
-    walk = partial(walk_table, role=role, later=later)
+def _locate_tables(model: TfliteModel, role: str, factor: float, nodes: Budget) -> Iterator[tuple[str, Location]]:
+    """Locate the tables of an embedder in every signature; several tables are columns of ``role`` side by side.
+
+    ``factor``: the decoder multiplies the embeddings by it.
+    """
+    walk = partial(walk_table, role=role, later=factor)
     for signature in _list_distinct_signatures(model):
-        at = 0
-        for placed in _read_signature(model, signature, walk, nodes).roles:
-            columns = None if placed.role == role else (at, at + placed.shape[1])
-            yield role, Location(model, replace(placed, role=role, result=None), columns)
-            at += placed.shape[1]
+        begin = 0
+        for table in _read_signature(model, signature, walk, nodes).roles:
+            end = begin + table.shape[1]
+            columns = None if table.role == role else (begin, end)
+            yield role, Location(model, replace(table, role=role, result=None), columns)
+            begin = end
 
 
 def _list_distinct_signatures(model: TfliteModel) -> list[Signature]:
-    """The signatures in their order; of those of one graph, which read one set of constants, the first."""
-    firsts = dict[int, Signature]()
+    """List the signatures with graphs of their own, in file order; of signatures that share a graph, the first."""
+    signatures = dict[int, Signature]()
     for signature in model.signatures:
-        firsts.setdefault(signature.subgraph, signature)
-    return list(firsts.values())
+        signatures.setdefault(signature.subgraph, signature)
+    return list(signatures.values())
 
 
 def _read_signature(
     model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget
 ) -> BaseWalk:
-    """The roles of one signature, which errors name; ``nodes`` are how many operators there may be."""
+    """Read the graph of ``signature``, counting its operators against ``nodes``; errors name the signature."""
     try:
         graph = flatten(model, signature, nodes.elements)
         nodes.elements -= len(graph.nodes)
@@ -135,7 +137,7 @@ def _read_signature(
 
 
 def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
-    """Raise PairError, which lists what differs, unless both are of one shape, and compute norms and logits alike."""
+    """Raise PairError, with the differences, if the shapes, the norms' epsilon or the soft cap differ."""
     walk = base.walk
     graph = {
         "num_hidden_layers": walk.layers,
@@ -144,25 +146,25 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
         "rms_norm_eps": walk.rms_norm_eps,
         "final_logit_softcapping": walk.soft_cap,
     }
-    stated = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
-    if wrong := describe_differences(graph, stated, _CONFIG_TOLERANCE):
+    config = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
+    if wrong := describe_differences(graph, config, _CONFIG_TOLERANCE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
-            f"{wrong}. Give the base that the bundle is of, or one tuned from it."
+            f"{wrong}. Give the base of this bundle, or one tuned from it."
         )
 
 
-def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], close: float) -> str:
-    """What differs, floats by more than the share ``close``; empty if nothing does."""
-    different = map(astuple, differences(expected, actual, close))
-    return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in different)
+def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], tolerance: float) -> str:
+    """List the differences, of floats those beyond the relative ``tolerance``; empty if there are none."""
+    rows = map(astuple, differences(expected, actual, tolerance))
+    return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in rows)
 
 
 def find_misfits(drafter: Shard) -> Iterator[str]:
-    """Why the base in the bundle of ``drafter`` could not run it; none where it can, or there is none to ask.
+    """List why the base in the bundle of ``drafter`` cannot run it; nothing if it can, or the bundle has no base.
 
-    LiteRT-LM asks for the same: without ``verify`` it fails, with caches of other names it aborts, with others sizes
-    the drafter's graph cannot be invoked.
+    LiteRT-LM has the same requirements: it fails without ``verify``, aborts if caches have other names, and cannot
+    invoke the drafter's graph if they have other sizes.
     """
     sections = [s for s in drafter.opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _DECODER]
     if not sections:
@@ -173,15 +175,15 @@ def find_misfits(drafter: Shard) -> Iterator[str]:
         yield f"the base has no signatures decode and verify that both have an output {ACTIVATIONS!r}"
         return
     outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
-    wanted = {name: _describe_tensor(cache) for name, cache in drafter.walk.caches.items()}
-    forms = {name: _describe_tensor(outputs[name]) if name in outputs else "missing" for name in wanted}
-    for name, output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
+    of_drafter = {name: _describe_tensor(cache) for name, cache in drafter.walk.caches.items()}
+    of_base = {name: _describe_tensor(outputs[name]) if name in outputs else "missing" for name in of_drafter}
+    for name, drafter_output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
         if name in outputs:
-            drafter_shape, theirs = drafter.graph.outputs[output].tensor.shape, outputs[name].shape
-            wanted[name], forms[name] = (f"{next(reversed(shape), 0)} wide" for shape in (drafter_shape, theirs))
-    for name, form in wanted.items():
-        if forms[name] != form:
-            yield f"{escape(name)} is {forms[name]} in the base and {form} in the drafter"
+            shapes = drafter.graph.outputs[drafter_output].tensor.shape, outputs[name].shape
+            of_drafter[name], of_base[name] = (f"{next(reversed(shape), 0)} wide" for shape in shapes)
+    for name, expected in of_drafter.items():
+        if of_base[name] != expected:
+            yield f"{escape(name)} is {of_base[name]} in the base and {expected} in the drafter"
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
 """A base's checkpoint as transformers writes it: its configuration, and the text model's weights by role.
 
-In one or several files, in BF16, F16 or F32, or as codes: Google's public mobile checkpoints (``quant_method: gemma``)
-hold what the bundles hold. Towers for images and sound are counted and left alone. Shapes are not checked here: whoever
-compares knows what they are to be.
+Weights lie in one or several files, in BF16, F16 or F32, or as codes: Google's public mobile checkpoints
+(``quant_method: gemma``) hold the codes of the bundles. Image and audio towers are only counted. Shapes are checked by
+whoever compares the weights.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mtp_extract.io.opening import ADAPTER, MERGE_FIRST
 
 _CONFIG = "config.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
-# Of the whole model, of the text model alone.
+# Names of tensors begin with the first in the whole model, with the second in a text model alone.
 _PREFIXES = ("model.language_model.", "model.")
-# Under the prefix of a text model alone.
+# Tensors of other parts, which the prefix of a text model alone would include.
 _TOWERS = ("model.vision", "model.audio", "model.embed_vision", "model.embed_audio")
 _EXPECTED = "Expected a checkpoint as transformers writes it."
 _INPUT_ROLES = {
@@ -37,7 +37,7 @@ _INPUT_ROLES = {
     "per_layer_projection": "per_layer_gate",
     "embed_tokens_per_layer": "per_layer_model_projection",
 }
-"""Matrices that do not read the residual stream → the one that makes what they read, or as many numbers."""
+"""Matrices that do not read the residual stream → a matrix with as many rows as these have columns."""
 _LORA_PART = ".lora_A."
 _FileTensor = tuple[Path, StoredTensor]
 _KV_PARTS = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
@@ -49,31 +49,29 @@ class BaseCheckpoint:
 
     directory: Path
     text: Mapping[str, Any]  # its configuration, ``text_config``
-    weights: Mapping[str, Weight]  # by role, of all that there is a tensor for; no ``lm_head`` where that is tied
+    weights: Mapping[str, Weight]  # by role; no ``lm_head`` if it is tied
     unknown: tuple[str, ...]  # tensors of the text model that play no role
-    others: Mapping[str, int]  # how many tensors there are of other parts, by name: towers, and what no model loads
+    others: Mapping[str, int]  # number of tensors of other parts: towers, and tensors that no model loads
 
 
 def holds_base(directory: Path) -> bool:
-    """Whether ``directory`` has the checkpoint of a Gemma 4 base, as transformers writes it; CheckpointError where its
-    configuration cannot be read."""
+    """Whether ``directory`` has a Gemma 4 base as transformers writes it; CheckpointError if config.json is damaged."""
     config = directory / _CONFIG
     return config.is_file() and read_object(config, _EXPECTED).get("model_type") in _MODEL_TYPES
 
 
 def check_merged(directory: Path) -> None:
-    """Raise CheckpointError where a LoRA adapter lies in ``directory``: its change is not in the weights beside it."""
+    """Raise CheckpointError if ``directory`` has a LoRA adapter, because its change is not in the weights beside it."""
     if (directory / ADAPTER).exists():
-        beside = f" If the weights beside it are merged already, move {ADAPTER} away." if holds_base(directory) else ""
-        raise CheckpointError(f"{escape(directory)}: {MERGE_FIRST}{beside}")
+        hint = f" If the weights beside it are merged already, move {ADAPTER} away." if holds_base(directory) else ""
+        raise CheckpointError(f"{escape(directory)}: {MERGE_FIRST}{hint}")
 
 
 def read_base(directory: Path) -> BaseCheckpoint:
-    """The base in ``directory``; headers are read, weights are not.
+    """Read configuration and headers of the base in ``directory``; weights are read later.
 
     Raises:
-        CheckpointError: it is no checkpoint of Gemma 4's text model, is incomplete, or contradicts itself; or a LoRA
-            adapter lies there.
+        CheckpointError: it is no Gemma 4 text model, is incomplete or inconsistent, or a LoRA adapter lies beside it.
         UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
     check_merged(directory)
@@ -108,20 +106,20 @@ class _LayerCounts(Struct):
     hidden_size: Annotated[int, Meta(ge=0)] = 0
 
     def find_names(self, prefix: str, names: Set[str]) -> dict[str, str]:
-        """Role → name, of those ``names`` that play one."""
+        """Map each role to its tensor's name, if that is in ``names``."""
         roles = roles_of(self.num_hidden_layers, architecture=GEMMA4)
-        of_roles = {role.name: prefix + role.names["transformers"] for role in roles} | {"lm_head": "lm_head.weight"}
-        return {role: name for role, name in of_roles.items() if name in names}
+        expected = {role.name: prefix + role.names["transformers"] for role in roles} | {"lm_head": "lm_head.weight"}
+        return {role: name for role, name in expected.items() if name in names}
 
     def list_unread_names(self, prefix: str) -> set[str]:
-        """Tensors that layers which read K and V of others may have, and do not need."""
+        """List tensors that layers which share the K and V of others may have, but that no model loads."""
         first_sharing = max(self.num_hidden_layers - (self.num_kv_shared_layers or 0), 0)
         sharing = range(first_sharing, self.num_hidden_layers)
         return {f"{prefix}layers.{layer}.{part}" for layer in sharing for part in _KV_PARTS}
 
 
 def _read_text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], _LayerCounts]:
-    """The part of ``config`` that is the text model's, and its sizes."""
+    """Return the text model's part of ``config``, and its sizes."""
     if (model_type := config.get("model_type")) not in _MODEL_TYPES:
         raise CheckpointError(
             f"{escape(directory)}: expected model_type {' or '.join(_MODEL_TYPES)}, found {escape(model_type)}. Give "
@@ -135,13 +133,12 @@ def _read_text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[
 
 
 def _is_mobile(config: Mapping[str, Any]) -> bool:
-    """Whether matrices lie there as codes, as in Google's public mobile checkpoints."""
+    """Whether matrices are stored as codes, as in Google's public mobile checkpoints."""
     quantization = config.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == "gemma"
 
 
 def _find_prefix(directory: Path, names: Container[str]) -> str:
-    """What the names of the text model's tensors begin with."""
     for prefix in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in names:
             return prefix
@@ -149,7 +146,6 @@ def _find_prefix(directory: Path, names: Container[str]) -> str:
 
 
 def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
-    """Every tensor of its files, by name."""
     stored = dict[str, _FileTensor]()
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_safetensors(path)[0]
@@ -162,8 +158,10 @@ def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
 
 
 def _take_scales(stored: dict[str, _FileTensor]) -> dict[str, _FileTensor]:
-    """Take the scales out of ``stored``: those of weights, by the weight's name, which a table gets as well; and those
-    of activations and caches, which a bundle has of its own."""
+    """Remove all scales from ``stored``; return those of weights, by the weight's name. Tables become ``….weight``.
+
+    A bundle has its own scales of activations and caches.
+    """
     scales = dict[str, _FileTensor]()
     for name in list(stored):
         module, _, last = name.rpartition(".")
@@ -179,7 +177,7 @@ def _take_scales(stored: dict[str, _FileTensor]) -> dict[str, _FileTensor]:
 def _build_weights(
     names: Mapping[str, str], stored: Mapping[str, _FileTensor], scales: Mapping[str, _FileTensor], width: int
 ) -> dict[str, Weight]:
-    """Role → the weight under its name: floats, or codes with ``scales``; ``width`` is that of the residual stream."""
+    """Build the weight of each role: floats, or codes with ``scales``; ``width``: of the residual stream."""
     rows = {role: stored[name][1].shape[0] for role, name in names.items() if stored[name][1].shape}
     weights = dict[str, Weight]()
     for role, name in names.items():
@@ -198,7 +196,7 @@ def _build_weights(
 
 
 def _find_input_role(role: str) -> str:
-    """The role whose rows are the columns of ``role``; of what reads the residual stream none."""
+    """Return the role with as many rows as ``role`` has columns; none if ``role`` reads the residual stream."""
     layer, _, last = role.rpartition(".")
     source = _INPUT_ROLES.get(last, "")
     return f"{layer}.{source}" if layer and source else source

@@ -1,5 +1,5 @@
-"""What goes through the matrices of a model that runs over our own prompts: how far a drafter's activations reach as it
-drafts for its base; and what static grids cut off of a base's, the one that they were calibrated for or another."""
+"""Measure activations on our own prompts: the ranges of a drafter's as it drafts for its base, and the share of a
+base's that static scales clip."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.roles import GEMMA4, MATRIX, roles_of
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.agreement import measure_agreements
 from mtp_extract.evaluation.base_model import load_base, memory_guard
 from mtp_extract.evaluation.base_texts import write_texts
 from mtp_extract.evaluation.prompts import FEW, shipped_prompts
-from mtp_extract.insertion.activations import Grids, Range, Ranges
+from mtp_extract.insertion.activations import Activations, Grids, Range, Ranges
 from mtp_extract.progress import Reporter, report_each
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 _NEW_TOKENS, _BATCH = 48, 16
-_STEPS = 4  # drafts after each token: later ones start from the drafter's own state
+_STEPS = 4  # drafts after each token: from the second on, the drafter reads its own state
 _MOST_TOKENS = 512  # of a prompt
 _ENDS = {"int8": (-128, 127), "int16": (-32768, 32767), "uint8": (0, 255)}
 
 
 def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Reporter) -> Ranges:
-    """Draft after every token of the base's own text, and note what goes into every matrix and what comes out.
-
-    Args:
-        reporter: told after each batch of text, and after each text that was drafted along.
+    """Draft after every token of the base's own text; return the ranges of every matrix's input and output.
 
     Raises:
-        MtpExtractError: the pair does not fit, or does not fit into memory.
+        MtpExtractError: drafter and base do not fit each other, or do not fit into memory.
     """
     reporter.say(f"loading the base {base}")
     loaded = load_base(base)
@@ -61,61 +57,54 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
             reporter=reporter,
         )
         reporter.say("drafting after every token of them")
-        # One text at a time: what pads a shorter one would be measured, too.
+        # One text at a time: padding would be measured, too.
         measure_agreements(pair.base, [(drafter, _STEPS, False)], written, batch=1, reporter=reporter)
     return {role: _combine_ranges(torch.stack(ends)) for role, ends in ends_of_role.items()}
 
 
 def _combine_ranges(ends: Tensor) -> tuple[Range, Range]:
-    """Of what goes in and of what comes out, by the ``ends`` of both in every call, [calls, 4]."""
+    """Return the ranges of input and output over all calls; ``ends``: their minima and maxima, F32 [calls, 4]."""
     low_in, _, low_out, _ = ends.amin(0).tolist()
     _, high_in, _, high_out = ends.amax(0).tolist()
     return (low_in, high_in), (low_out, high_out)
 
 
 def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> float:
-    """The share of the numbers, of all that go into the matrices of the base in ``directory`` and come out, that lie
-    beyond the grids which a bundle has for them. The base reads our own prompts, in its own type, without any grid.
+    """Return the share of activations of the base in ``directory`` that the static scales of a bundle would clip.
+
+    The base reads our own prompts in its own type, with no activation quantized.
 
     Raises:
-        MtpExtractError: it cannot be loaded, or does not fit into memory.
+        MtpExtractError: the base cannot be loaded, or does not fit into memory.
     """
     reporter.say(f"loading the base {directory}")
     loaded = load_base(directory)
     decoder = loaded.model.get_decoder()
     modules = dict(decoder.named_modules())
     counts = _ClippingCount()
-    # The model goes with this function, and its hooks with it.
     for role in roles_of(len(decoder.layers), architecture=GEMMA4):
         path = role.names["transformers"].removesuffix(".weight")
         if role.name in grids and path in modules:
-            modules[path].register_forward_hook(partial(counts.add_call, *grids[role.name]))
+            modules[path].register_forward_hook(partial(counts.add_call, grids[role.name]))
     codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
     texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
     with memory_guard("running the base"), torch.inference_mode():
         for text in report_each(texts, reporter, "texts read"):
             loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
-    return counts.beyond / counts.numbers if counts.numbers else 0.0
+    return counts.clipped / counts.numbers if counts.numbers else 0.0
 
 
 class _ClippingCount:
-    """Of numbers that go into modules and come out."""
+    """Counts of activations, and of those that are clipped."""
 
     numbers = 0
-    beyond = 0  # a grid
+    clipped = 0
 
-    def add_call(
-        self,
-        grid_in: Activation | None,
-        grid_out: Activation | None,
-        module: Any,
-        inputs: tuple[Tensor, ...],
-        output: Tensor,
-    ) -> None:
-        """Count a call of ``module``, as a hook of it."""
-        for values, grid in ((inputs[0], grid_in), (output, grid_out)):
-            if grid is not None:
-                low, high = (grid.scale * (end - grid.zero_point) for end in _ENDS[grid.type])
-                half = grid.scale / 2
-                self.beyond += int(((values < low - half) | (values > high + half)).sum())
+    def add_call(self, activations: Activations, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Count the numbers of one call; a forward hook of ``module`` with the ``activations`` of input and output."""
+        for values, activation in zip((inputs[0], output), activations, strict=True):
+            if activation is not None:
+                low, high = (activation.scale * (end - activation.zero_point) for end in _ENDS[activation.type])
+                half_step = activation.scale / 2
+                self.clipped += int(((values < low - half_step) | (values > high + half_step)).sum())
                 self.numbers += values.numel()

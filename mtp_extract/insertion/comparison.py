@@ -1,8 +1,8 @@
-"""Does a bundle hold the weights of this base? Role by role, from equal to how far apart.
+"""Compare the weights of a bundle's base with a checkpoint, role by role, in one pass over the rows.
 
-Weights alone are compared, not what the graphs compute with them: whether what is stored, rounded to the checkpoint's
-type, is the weight; and whether every number lies within half a step of what is stored, so that it may have been
-rounded to it, or beyond the last code, as where scales were trained. One pass over the rows answers all.
+A role is equal if the stored weight, rounded to the checkpoint's type, is the checkpoint's. Otherwise every number
+should lie within half a step of the stored one, so that rounding explains the difference, or beyond the last code, as
+where scales were trained. What the graphs compute with the weights is not compared.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ HALF_STEP = "within half a step"
 DIFFERENT = "different"
 NOT_FOUND = "not found"
 NEAREST = "nearest code"
-"""Nothing nearer could be stored: numbers lie beyond the last code of their row, or few codes lose much of them."""
+"""The nearest codes, yet far off: numbers lie beyond the last code of their row, or few codes lose much of them."""
 VERDICTS = (EQUAL, HALF_STEP, NEAREST, DIFFERENT, NOT_FOUND)
 
-# Rounding of float32 along the way, in steps: the largest code is 127.
+# In steps, with the rounding of float32 in between: the largest code is 127.
 _HALF_STEP = 0.5 + 1e-4
-# Half a step of floats, as a share of the number, and of the least of them; what is stored in F32 was not rounded.
+# Half a step of a float type: relative to the number, and absolute for subnormal ones. F32 was not rounded.
 _FLOAT_STEPS = {TensorType.FLOAT16: (2.0**-11, 2.0**-25), TensorType.BFLOAT16: (2.0**-8, 2.0**-134)}
-# Sums of squares that differ by less are equal.
+# Sums of squares within this ratio count as equal.
 _AS_GOOD = 1.001
 _MOST_LOST_OF_GROUP = 0.5
-"""Of the numbers that share a scale: what loses more is lost, and is little of a table of many rows."""
+"""A row or block that loses more is ruined, even if it is a small part of a table with many rows."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class RoleVerdict:
     """How a role's weights in the bundle compare with the checkpoint's."""
 
     role: str
-    tensor: str | None  # its name in the checkpoint; None where the checkpoint has none
+    tensor: str | None  # its name in the checkpoint; None if there is none
     shape: tuple[int, ...]
     verdict: str  # one of VERDICTS
-    stored: tuple[str, ...] = ()  # the types in which the bundle stores it; empty where nothing does
+    stored: tuple[str, ...] = ()  # element types in the bundle; empty if it is not stored
     steps: float | None = None  # the largest distance in steps of the stored codes; None for floats
-    error: float | None = None  # root mean square of the difference, as a share of the checkpoint's; None beyond F64
-    why: str | None = None  # of a verdict that needs a reason
+    error: float | None = None  # root mean square of the difference, relative to the checkpoint's; None beyond F64
+    why: str | None = None  # the reason, if the verdict needs one
 
 
 @dataclass(frozen=True)
 class BaseComparison:
-    """A bundle's base beside a checkpoint."""
+    """The comparison of a bundle's base with a checkpoint."""
 
     bundle: str
     checkpoint: Path
@@ -81,114 +81,113 @@ class BaseComparison:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many roles have each verdict."""
-        counted = Counter(role.verdict for role in self.roles)
-        return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
+        """The number of roles with each verdict."""
+        counts = Counter(role.verdict for role in self.roles)
+        return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
     @property
     def problem(self) -> PairError | None:
-        """The error that says which roles differ; None when none does."""
+        """The error that lists the roles that differ, or None."""
         wrong = [r for r in self.roles if r.verdict in (DIFFERENT, NOT_FOUND)]
         if not wrong:
             return None
-        listed = few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
-        what = f"{len(wrong)} of {len(self.roles)} roles are not the weights of {escape(self.checkpoint)}"
-        return PairError(f"{self.bundle}: {what}: {listed}.")
+        reasons = few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
+        return PairError(
+            f"{self.bundle}: {len(wrong)} of {len(self.roles)} roles are not the weights of "
+            f"{escape(self.checkpoint)}: {reasons}."
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """The whole of it, as JSON has it."""
+        """Return the comparison as JSON."""
         return asdict(self) | {"checkpoint": str(self.checkpoint), "verdicts": self.counts}
 
 
 def compare_base(opened: Opened, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
-    """Hold the base in ``opened`` against the checkpoint in ``directory``; MtpExtractError where one of the two cannot
-    be read, or they are not of one geometry."""
+    """Compare the base in ``opened`` with a checkpoint; MtpExtractError if one is unreadable or geometries differ."""
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
     verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], reporter)
-    nowhere = "the bundle has no place for this tensor"
-    verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=nowhere) for name in checkpoint.unknown]
+    reason = "the bundle has no place for this tensor"
+    verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=reason) for name in checkpoint.unknown]
     return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
 
 
 def compare_slots(matches: Sequence[RoleMatch], reporter: Reporter = SILENT) -> list[RoleVerdict]:
-    """How far what the bundle holds of each role is from its weight."""
+    """Compare the stored weight of each role with the checkpoint's."""
     slots = [slot for match in matches for slot in match.slots]
-    tick = counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
-    differ = set[WeightSlot]()
+    report = counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
+    differing = set[WeightSlot]()
     wrong = set[WeightSlot]()
 
-    def look(slot: WeightSlot, first: int, last: int) -> _RowComparison:
+    def compare(slot: WeightSlot, first: int, last: int) -> _RowComparison:
         wanted, stored = slot.new.floats(first, last), slot.stored_weight.floats(first, last)
-        tick(wanted.size)
-        # After rows that differ no others are compared to the bit, nor after a wrong code all others with theirs.
-        if slot not in differ and not are_equal(stored, wanted, slot.dtype):
-            differ.add(slot)
-        result = _compare_rows(slot, first, last, wanted, stored, slot in wrong)
-        if result.wrong:
+        report(wanted.size)
+        # What is known of a slot is not computed for its other rows: that they differ, that a code is wrong.
+        if slot not in differing and not are_equal(stored, wanted, slot.dtype):
+            differing.add(slot)
+        comparison = _compare_rows(slot, first, last, wanted, stored, slot in wrong)
+        if comparison.has_wrong_code:
             wrong.add(slot)
-        return result
+        return comparison
 
-    looks = map_rows(slots, look)
+    comparisons = map_rows(slots, compare)
     verdicts = []
     for match in matches:
-        of_role = [look for slot in match.slots for look in looks[slot]]
+        of_role = [comparison for slot in match.slots for comparison in comparisons[slot]]
         total = _RowComparison.total(of_role) if of_role else None
-        verdicts.append(_build_verdict(match, total, differ.isdisjoint(match.slots)))
+        verdicts.append(_build_verdict(match, total, differing.isdisjoint(match.slots)))
     return verdicts
 
 
 class _RowComparison(NamedTuple):
-    """At some rows: how many numbers lie further from what is stored than half a step and what rounding to their type
-    explains; whether a code is known that is not the nearest; how many groups of a scale lose much, and less with other
-    scales; the most in steps, −1 for floats; and sums of squares."""
+    """Figures of some rows, wanted and stored."""
 
-    outside: int
-    wrong: bool
-    ruined: int
-    steps: float
-    difference: float
-    least: float  # that the difference could be, were the weight put in
-    size: float
+    outside: int  # numbers that half a step, and rounding to the checkpoint's type, do not explain
+    has_wrong_code: bool  # whether a code, in these rows or in earlier ones, is known not to be the nearest
+    ruined: int  # groups that lose much, and would lose less with other scales
+    steps: float  # largest distance in steps; −1 for floats
+    difference: float  # sum of squares of (wanted − stored)
+    least: float  # the same sum, had the weight been inserted
+    size: float  # sum of squares of the wanted numbers
 
     @classmethod
-    def total(cls, looks: Sequence[_RowComparison]) -> _RowComparison:
-        """At all of the rows that ``looks`` are of."""
-        outside, wrong, ruined, steps, *sums = zip(*looks, strict=True)
-        return cls(sum(outside), any(wrong), sum(ruined), max(steps), *map(math.fsum, sums))
+    def total(cls, comparisons: Sequence[_RowComparison]) -> _RowComparison:
+        outside, has_wrong_code, ruined, steps, *sums = zip(*comparisons, strict=True)
+        return cls(sum(outside), any(has_wrong_code), sum(ruined), max(steps), *map(math.fsum, sums))
 
     @property
     def error(self) -> float:
-        """Root mean square of the difference, as a share of the checkpoint's."""
+        """Root mean square of the difference, relative to the checkpoint's."""
         return compute_relative_error(self.difference, self.size)
 
 
 def _compare_rows(
-    slot: WeightSlot, first: int, last: int, wanted: Floats, stored: Floats, wrong: bool
+    slot: WeightSlot, first: int, last: int, wanted: Floats, stored: Floats, has_wrong_code: bool
 ) -> _RowComparison:
-    """At rows ``[first, last)`` of ``slot``, which are to be ``wanted`` and are ``stored``; of its other rows some are
-    known to be ``wrong``, or not."""
+    """Compare rows ``[first, last)`` of ``slot``. ``has_wrong_code``: a code of other rows is known to be wrong."""
     if not math.isfinite(size := sum_squares(wanted)):
         return _RowComparison(1, True, 0, 1, math.inf, math.inf, 1.0)
-    apart = wanted - stored
-    difference = least = sum_squares(apart)
+    differences = wanted - stored
+    difference = least = sum_squares(differences)
     if slot.constant is None or slot.storage.packing is None or slot.constant.folded:
-        count = int(np.count_nonzero(~(np.abs(apart) <= _compute_float_slack(slot, wanted))))
-        return _RowComparison(count, wrong or count > 0, 0, -1.0, difference, least, size)
-    count, wrong, steps = _CodeRange.of(slot, first, last).compare(wanted, stored, apart, wrong)
-    rows = 0
-    if not wrong:
-        lost, sizes = (sum_squares_by_group(slot.storage.group_by_scale(numbers)) for numbers in (apart, wanted))
-        is_ruined = lost > _MOST_LOST_OF_GROUP**2 * sizes
-        if is_ruined.any() or difference > MOST_LOST**2 * size:
-            best = compute_least_loss(slot, wanted, lost, first, last)
-            least = float(best.sum())
-            rows = int(np.count_nonzero(is_ruined & (lost > _AS_GOOD * best)))
-    return _RowComparison(count, wrong, rows, steps, difference, least, size)
+        outside = int(np.count_nonzero(~(np.abs(differences) <= _compute_float_slack(slot, wanted))))
+        return _RowComparison(outside, has_wrong_code or outside > 0, 0, -1.0, difference, least, size)
+
+    code_range = _CodeRange.of(slot, first, last)
+    outside, has_wrong_code, steps = code_range.compare(wanted, stored, differences, has_wrong_code)
+    ruined = 0
+    if not has_wrong_code:
+        lost, sizes = (sum_squares_by_group(slot.storage.group_by_scale(rows)) for rows in (differences, wanted))
+        loses_much = lost > _MOST_LOST_OF_GROUP**2 * sizes
+        if loses_much.any() or difference > MOST_LOST**2 * size:
+            least_by_group = compute_least_loss(slot, wanted, lost, first, last)
+            least = float(least_by_group.sum())
+            ruined = int(np.count_nonzero(loses_much & (lost > _AS_GOOD * least_by_group)))
+    return _RowComparison(outside, has_wrong_code, ruined, steps, difference, least, size)
 
 
 def _compute_float_slack(slot: WeightSlot, wanted: Floats) -> Floats | float:
-    """How far floats may be from ``wanted``: what rounding to the type of the file and of the checkpoint explains."""
+    """Return how far rounding to the types of the file and the checkpoint can move floats from ``wanted``."""
     if slot.constant is None or slot.storage.type not in _FLOAT_STEPS:
         return 0.0
     share, least = _FLOAT_STEPS[slot.storage.type]
@@ -199,17 +198,17 @@ def _compute_float_slack(slot: WeightSlot, wanted: Floats) -> Floats | float:
 
 @dataclass(frozen=True)
 class _CodeRange:
-    """The codes of some rows, in numbers of the weight; all ``[groups]``."""
+    """The numbers that the codes of some rows can represent, without the folded factor."""
 
-    step: Floats
-    lowest: Floats  # what the codes at the ends stand for
-    highest: Floats
+    step: Floats  # [groups]
+    lowest: Floats  # [groups], the number of the code at one end
+    highest: Floats  # [groups]
     columns: int
-    roundoff: float  # of the checkpoint's type, as a share of a number
+    roundoff: float  # of the checkpoint's type, relative to a number
 
     @classmethod
     def of(cls, slot: WeightSlot, first: int, last: int) -> _CodeRange:
-        """Of rows ``[first, last)`` of what ``slot`` stores as codes."""
+        """The range of the codes of rows ``[first, last)``."""
         source, storage = slot.stored_constant.source, slot.storage
         groups = slot.find_slice(storage.groups, first, last)
         scale = source.scale.reshape(-1)[groups] / np.float32(slot.stored_constant.factor)
@@ -217,23 +216,27 @@ class _CodeRange:
         ends = [scale * (code - zero_point).astype(np.float32) for code in storage.bounds]
         return cls(np.abs(scale), np.minimum(*ends), np.maximum(*ends), storage.columns, DTYPES[slot.dtype].roundoff)
 
-    def compare(self, wanted: Floats, stored: Floats, apart: Floats, wrong: bool) -> tuple[int, bool, float]:
-        """How many numbers are further ``apart`` from what is ``stored`` than half a step and what rounding to the type
-        of ``wanted`` explains; whether one of these is not stored as the nearest of the grid, which beyond its ends is
-        the last, if that is not known (``wrong``) already; and the most in steps."""
-        distances = np.abs(self._group_values(apart))
+    def compare(
+        self, wanted: Floats, stored: Floats, differences: Floats, has_wrong_code: bool
+    ) -> tuple[int, bool, float]:
+        """Return :class:`_RowComparison`'s ``outside``, ``has_wrong_code`` and ``steps``.
+
+        The nearest code beyond the ends is the last. Codes are not checked if one is known to be wrong.
+        """
+        distances = np.abs(self._group_values(differences))
         furthest = distances.max(axis=(0, 2))
         with np.errstate(divide="ignore", over="ignore"):
             steps = np.divide(furthest, self.step, out=np.zeros_like(furthest), where=furthest > 0)
         if not (most := float(steps.max())) > _HALF_STEP:
-            return 0, wrong, most
+            return 0, has_wrong_code, most
+
         outside = distances > self._compute_slack(wanted)
         del distances  # each array here is as large as the rows
-        if not wrong:
+        if not has_wrong_code:
             nearest = np.clip(self._group_values(wanted), self.lowest[:, None], self.highest[:, None])
             slack = self._compute_slack(nearest)
-            wrong = bool((outside & (np.abs(nearest - self._group_values(stored)) > slack)).any())
-        return int(np.count_nonzero(outside)), wrong, most
+            has_wrong_code = bool((outside & (np.abs(nearest - self._group_values(stored)) > slack)).any())
+        return int(np.count_nonzero(outside)), has_wrong_code, most
 
     def _compute_slack(self, wanted: Floats) -> Floats:
         slack: Floats = np.abs(self._group_values(wanted))
@@ -242,38 +245,35 @@ class _CodeRange:
         return slack
 
     def _group_values(self, rows: Floats) -> Floats:
-        """``[repeats, groups, columns]``."""
-        return rows.reshape(-1, self.step.size, self.columns)
+        return rows.reshape(-1, self.step.size, self.columns)  # [repeats, groups, columns]
 
 
-def _build_verdict(match: RoleMatch, look: _RowComparison | None, equal: bool) -> RoleVerdict:
-    """``look``: at all rows of all constants that hold the role; None where none does. ``equal``: to the bit."""
+def _build_verdict(match: RoleMatch, total: _RowComparison | None, is_equal: bool) -> RoleVerdict:
+    """Build the verdict on a role from the ``total`` over all its rows, None if there is nothing to compare."""
     types = {place.found.tensor.type_name for place in match.places if place.found.tensor is not None}
-    named = partial(RoleVerdict, match.role, match.name, match.shape, stored=tuple(sorted(types)))
-    if look is None:
-        return named(DIFFERENT if match.places and match.name else NOT_FOUND, why=match.problem)
-    verdict, why = (EQUAL, None) if equal else _judge_difference(match, look)
-    steps = look.steps if 0 <= look.steps < math.inf else None
-    return named(verdict, steps=steps, error=look.error if look.error < math.inf else None, why=why)
+    build = partial(RoleVerdict, match.role, match.name, match.shape, stored=tuple(sorted(types)))
+    if total is None:
+        return build(DIFFERENT if match.places and match.name else NOT_FOUND, why=match.problem)
+    verdict, why = (EQUAL, None) if is_equal else _judge_difference(match, total)
+    steps = total.steps if 0 <= total.steps < math.inf else None
+    return build(verdict, steps=steps, error=total.error if total.error < math.inf else None, why=why)
 
 
-def _judge_difference(match: RoleMatch, look: _RowComparison) -> tuple[str, str | None]:
-    """The verdict on what is not equal to the bit, and why."""
-    if look.wrong:
-        by_steps = f", by up to {look.steps:.3g} steps" if look.steps >= 0 else ""
-        return DIFFERENT, f"{look.outside} weights differ{by_steps}"
-    verdict = NEAREST if look.outside else HALF_STEP
-    if look.error > MOST_LOST:
-        # Floats that were never trained on the file's grid, if its scales are as good as any that an insertion would
-        # choose; another weight, if they are not.
+def _judge_difference(match: RoleMatch, total: _RowComparison) -> tuple[str, str | None]:
+    """Return the verdict on a weight that is not equal to the bit, and the reason."""
+    if total.has_wrong_code:
+        by_steps = f", by up to {total.steps:.3g} steps" if total.steps >= 0 else ""
+        return DIFFERENT, f"{total.outside} weights differ{by_steps}"
+    verdict = NEAREST if total.outside else HALF_STEP
+    if total.error > MOST_LOST:
+        # If the file's scales are as good as those an insertion would choose, the floats were never trained on its
+        # grid; if not, it holds another weight.
         bits = sorted({slot.storage.packing.bits for slot in match.slots if slot.storage.packing is not None})
-        loss = f"nearest codes of {' and '.join(map(str, bits))} bits: loses {look.error:.0%}"
-        if look.difference > _AS_GOOD * look.least:
-            return DIFFERENT, f"{loss}, and with other scales {compute_relative_error(look.least, look.size):.0%}"
+        loss = f"nearest codes of {' and '.join(map(str, bits))} bits: loses {total.error:.0%}"
+        if total.difference > _AS_GOOD * total.least:
+            return DIFFERENT, f"{loss}, and with other scales {compute_relative_error(total.least, total.size):.0%}"
         return verdict, loss
-    if look.ruined:
-        return (
-            DIFFERENT,
-            f"{look.ruined} rows or blocks lose more than {_MOST_LOST_OF_GROUP:.0%}, and less with other scales",
-        )
-    return verdict, f"{look.outside} weights lie beyond the last code of their row" if look.outside else None
+    if total.ruined:
+        share = f"{_MOST_LOST_OF_GROUP:.0%}"
+        return DIFFERENT, f"{total.ruined} rows or blocks lose more than {share}, and less with other scales"
+    return verdict, f"{total.outside} weights lie beyond the last code of their row" if total.outside else None

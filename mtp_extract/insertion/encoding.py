@@ -1,8 +1,8 @@
-"""What becomes of each slot of a bundle: kept, the checkpoint's codes, its floats, or requantized; and its error.
+"""Decide how each slot of a bundle stores its new weight: kept, the checkpoint's codes, floats, or requantized.
 
-Scales of quantization-aware training are no maxima: by the largest number of each row, a weight that two bits hold
-exactly would be stored with four fifths of it lost. So a row is requantized with the scale that the file has, or with
-the rule's where that loses less.
+Quantization-aware training does not derive scales from the largest number of a row: with such a scale, a weight that
+two bits hold exactly would lose four fifths. So a row keeps the scale of the file, unless the scale of the rule
+(:mod:`mtp_extract.litertlm.storage`) loses less.
 """
 
 from __future__ import annotations
@@ -29,61 +29,57 @@ AS_CODES = "codes"
 AS_FLOATS = "floats"
 REQUANTIZED = "requantized"
 
-# Dividing by a folded factor, and multiplying again, changes a scale by less.
+# Dividing a scale by a folded factor and multiplying it again changes it by less.
 _SCALE_TOLERANCE = 1e-6
-# Losses that differ by less are equal: sums of the same squares, in float32, in another order.
+# Summing the same squares in another order, in float32, changes a loss by less.
 _AS_GOOD = 1 + 1e-4
 _NO_SCALE = np.float32(1e-30)
-# In steps: what rounding to float32 leaves of a number that is a code's.
+# Distance, in steps, of a number on the grid from its code, after rounding to float32.
 _NOISE = 1e-5
-
 
 _Doubles = npt.NDArray[np.float64]
 
 
 class GroupScales(NamedTuple):
-    """Of codes, both ``[groups]``; empty for floats."""
+    """Scales and zero points of codes, both ``[groups]``; empty for floats."""
 
     scale: Floats
     zero_point: npt.NDArray[np.int64]
 
     @property
     def step(self) -> Floats:
-        """Between neighbouring codes; next to nothing where the scale is 0, with which no number but 0 is stored."""
+        """Distance of neighbouring codes, F32 ``[groups]``; tiny where the scale is 0, to divide by."""
         return np.where(self.scale > 0, self.scale, _NO_SCALE)
 
     def select(self, groups: slice) -> GroupScales:
-        """Those of some groups."""
         return GroupScales(self.scale[groups], self.zero_point[groups])
 
     @classmethod
     def concatenate(cls, parts: Sequence[GroupScales], symmetric: bool) -> GroupScales:
-        """Those of groups after each other. Zero points that are all 0 take no memory: a base's tables have a row a
-        token each."""
+        """Join the scales of consecutive rows. ``symmetric`` zero points, all 0, take no memory: an embedding has a row
+        for each token."""
         scale = np.concatenate([part.scale for part in parts])
         zeros = np.broadcast_to(np.int64(0), scale.shape)
         return cls(scale, zeros if symmetric else np.concatenate([part.zero_point for part in parts]))
 
     def is_close(self, other: GroupScales) -> bool:
-        """Whether all are the same, a rounding of scales apart."""
+        """Whether zero points are equal, and scales equal up to rounding."""
         scales_alike = np.allclose(self.scale, other.scale, rtol=_SCALE_TOLERANCE, atol=0)
         return scales_alike and np.array_equal(self.zero_point, other.zero_point)
 
     def is_equal(self, other: GroupScales) -> bool:
-        """Whether all are the same, to the bit."""
         return np.array_equal(self.scale, other.scale) and np.array_equal(self.zero_point, other.zero_point)
 
 
 class SquareSums(NamedTuple):
-    """Sums of squares over a slot, as it is stored; zeros where the file holds the weight, or takes its codes."""
+    """Sums of squares over the stored numbers of a slot; 0 if the file holds the weight already, or takes its codes."""
 
-    lost: float  # of what the file will hold less the checkpoint's weight
-    changed: float  # of the checkpoint's weight less what the file holds
-    size: float  # of the checkpoint's weight
+    lost: float  # of (number in the new file − number of the checkpoint)
+    changed: float  # of (number of the checkpoint − number in the old file)
+    size: float  # of the numbers of the checkpoint
 
     @classmethod
     def total(cls, parts: Iterable[SquareSums]) -> SquareSums:
-        """The sums over several parts."""
         return cls(*map(math.fsum, zip(_NO_SUMS, *parts, strict=True)))
 
 
@@ -92,31 +88,31 @@ _NO_SUMS = SquareSums(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """What becomes of one slot."""
+    """How the new weight of a slot is stored."""
 
     slot: WeightSlot
-    how: str  # KEPT (the file holds it), AS_CODES (the checkpoint's integers, as they are), AS_FLOATS, REQUANTIZED
+    how: str  # KEPT (the file holds it), AS_CODES (the checkpoint's codes, unchanged), AS_FLOATS or REQUANTIZED
     scales: GroupScales
     sums: SquareSums = _NO_SUMS
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # rows that were written → XXH3 of their bytes
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)  # rows already written → XXH3 of their bytes
 
     @property
     def error(self) -> float:
-        """Root mean square of what the file will hold less the checkpoint's weight, as a share of the weight's."""
+        """Root mean square of (new file − checkpoint), relative to that of the checkpoint's weight."""
         return compute_relative_error(self.sums.lost, self.sums.size)
 
     @property
     def weight_sums(self) -> SquareSums:
-        """The sums of the weight, without the factor with which it is stored."""
+        """The sums without the factor that the converter folded into the stored numbers."""
         return SquareSums(*(number / self.slot.stored_constant.factor**2 for number in self.sums))
 
     @property
     def storage(self) -> Storage:
-        """How it lies in the file, before and after."""
+        """Element type, shape and grouping in the file, which an insertion does not change."""
         return self.slot.storage
 
     def encode_rows(self, first: int, last: int) -> bytes:
-        """The bytes of rows ``[first, last)``; UnsupportedError where a number leaves the type."""
+        """Return the bytes of rows ``[first, last)``; raise UnsupportedError if a number leaves the element type."""
         slot, storage = self.slot, self.storage
         if self.how == KEPT:
             return slot.read_stored_bytes(first, last)
@@ -129,24 +125,28 @@ class Encoding:
         return storage.pack_codes(storage.quantize_by(values, *scales))
 
     def encode_and_record(self, first: int, last: int) -> bytes:
-        """The bytes of rows ``[first, last)``, which are being written: what they are is noted."""
+        """Return the bytes of rows ``[first, last)`` for writing, and remember their digest."""
         data = self.encode_rows(first, last)
         self.digests[first, last] = xxh3_128_hexdigest(data)
         return data
 
     def compute_digest(self, first: int, last: int) -> str:
-        """XXH3 of rows ``[first, last)``, as they were written or are to be."""
+        """Return XXH3 of the bytes of rows ``[first, last)``, encoded again only if they were not written yet."""
         return self.digests.get((first, last)) or xxh3_128_hexdigest(self.encode_rows(first, last))
 
 
 def encode_slots(
     slots: Sequence[WeightSlot], advance: Callable[[int], None] = lambda _: None
 ) -> dict[str, tuple[Encoding, ...]]:
-    """What becomes of each of ``slots``, by role; ``advance`` is told how many elements were read.
+    """Choose the encodings of ``slots``, by role: none for a weight of ones that is not stored.
+
+    Args:
+        advance: called with the number of elements just read.
 
     Raises:
-        UnsupportedError: values that the type cannot hold, or a weight that was folded away and is no longer 1.
-        CheckpointError: values that are not finite, or too large for any scale.
+        UnsupportedError: the element type cannot hold a value, or a weight of ones that the converter folded away is no
+            longer 1.
+        CheckpointError: a value is not finite, or too large for any scale.
     """
     changed = _find_changed_slots(slots)
     encodings = {slot: _encode_exactly(slot, slot in changed) for slot in slots}
@@ -162,12 +162,10 @@ def encode_slots(
 
 
 def _find_changed_slots(slots: Sequence[WeightSlot]) -> set[WeightSlot]:
-    """Those of ``slots`` that hold something else than their weight."""
     changed = set[WeightSlot]()
 
     def compare(slot: WeightSlot, first: int, last: int) -> None:
-        # After rows that differ no others are read.
-        if slot in changed:
+        if slot in changed:  # one difference is enough: the other rows need not be read
             return
         with np.errstate(over="ignore", invalid="ignore"):
             if not are_equal(slot.stored_weight.floats(first, last), slot.new.floats(first, last), slot.dtype):
@@ -178,14 +176,14 @@ def _find_changed_slots(slots: Sequence[WeightSlot]) -> set[WeightSlot]:
 
 
 def _encode_exactly(slot: WeightSlot, changed: bool) -> Encoding | None:
-    """What becomes of a slot whose weight the file holds, or can take as it is; None of any other, and of one that is
-    not stored."""
-    if not changed or _differs_by_scale_rounding(slot):
+    """Return the encoding if the file holds the weight or can take its codes; None if it must be rounded, or is not
+    stored."""
+    if not changed or _has_equal_codes(slot):
         return None if slot.constant is None else Encoding(slot, KEPT, _list_stored_scales(slot))
     if slot.constant is None:
         raise UnsupportedError(
-            f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 when it was exported and "
-            "was folded away; the checkpoint has another. Keep it at 1, or take a bundle whose graph has it."
+            f"{slot.role}: the graph multiplies by nothing here, because the weight was 1 at export and was folded "
+            "away; the checkpoint's is not 1. Keep it at 1, or take a bundle whose graph has it."
         )
     scales = _find_scales_of_codes(slot)
     return None if scales is None else Encoding(slot, AS_CODES, scales)
@@ -194,7 +192,6 @@ def _encode_exactly(slot: WeightSlot, changed: bool) -> Encoding | None:
 def _encode_with_rounding(
     slots: Sequence[WeightSlot], leaders: Mapping[WeightSlot, WeightSlot], advance: Callable[[int], None]
 ) -> dict[WeightSlot, Encoding | None]:
-    """What becomes of ``slots`` whose weights are to be rounded; each with scales of its own, or of its leader."""
     differ = set[WeightSlot]()
 
     def measure(slot: WeightSlot, first: int, last: int) -> _RowMeasurement:
@@ -203,7 +200,6 @@ def _encode_with_rounding(
             if slot.storage.type in FLOAT_TYPES:
                 measured = _measure_floats(slot, values, first, last)
             else:
-                # After rows that differ no others are held against the file's codes.
                 measured = _measure_codes(slot, leaders[slot], values, first, last, slot in differ)
         if not measured.is_stored:
             differ.add(slot)
@@ -228,9 +224,9 @@ def _encode_with_rounding(
 
 
 def check_written(path: Path, slots: Iterable[WeightSlot], planned: Mapping[str, Iterable[Encoding]]) -> None:
-    """Raise OutputError where one of ``slots``, read from the new file at ``path``, is of other constants than were
-    ``planned``, or holds other bytes or scales."""
-    # By constant, not by role: roles that hold the same numbers now may be told apart no longer, and need not be.
+    """Raise OutputError if ``slots``, read from the new file at ``path``, have other constants, bytes or scales than
+    ``planned``."""
+    # By constant, not by role: roles with equal numbers may share a slot in the new file.
     encodings = [encoding for of_role in planned.values() for encoding in of_role]
     expected = {key: encoding for encoding in encodings for key in _list_constants(encoding.slot)}
     written = {slot: _list_constants(slot) for slot in slots if slot.constant is not None}
@@ -243,11 +239,10 @@ def check_written(path: Path, slots: Iterable[WeightSlot], planned: Mapping[str,
         raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")
 
 
-def _find_wrong_contents(to_hold: Mapping[WeightSlot, Iterable[Encoding]]) -> set[str]:
-    """The roles of slots that hold other scales or bytes than they are to hold."""
+def _find_wrong_contents(expected: Mapping[WeightSlot, Iterable[Encoding]]) -> set[str]:
     wrong = {
         slot.role
-        for slot, encodings in to_hold.items()
+        for slot, encodings in expected.items()
         if not all(_list_stored_scales(slot).is_equal(encoding.scales) for encoding in encodings)
     }
 
@@ -255,40 +250,39 @@ def _find_wrong_contents(to_hold: Mapping[WeightSlot, Iterable[Encoding]]) -> se
         if slot.role in wrong:
             return
         digest = xxh3_128_hexdigest(slot.read_stored_bytes(first, last))
-        if any(encoding.compute_digest(first, last) != digest for encoding in to_hold[slot]):
+        if any(encoding.compute_digest(first, last) != digest for encoding in expected[slot]):
             wrong.add(slot.role)
 
-    map_rows([*to_hold], compare)
+    map_rows([*expected], compare)
     return wrong
 
 
 def _list_constants(slot: WeightSlot) -> set[tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
-    """The constants that play its role, by section, subgraph and index, and columns."""
+    """Identify the constants of ``slot``: (start of the section, (subgraph, index), columns)."""
     return {(place.model.region.begin, place.found.key, place.columns) for place in slot.places}
 
 
 def _list_stored_scales(slot: WeightSlot) -> GroupScales:
-    """The scales and zero points that the file has."""
     return GroupScales(
         slot.stored_constant.source.scale.reshape(-1), slot.stored_constant.source.zero_point.reshape(-1)
     )
 
 
 def _find_leaders(slots: Sequence[WeightSlot]) -> dict[WeightSlot, WeightSlot]:
-    """For each slot the one whose scales may stay: the first of its role, so that all signatures get the same."""
-    first: dict[object, WeightSlot] = {}
+    """Map each slot to the first of its role, whose scales it may keep: all signatures get the same scales."""
+    first_slots: dict[object, WeightSlot] = {}
     leaders = {}
     for slot in slots:
         if slot.constant is not None:
             key = slot.role, slot.places[0].columns, slot.storage, slot.stored_constant.factor
-            leaders[slot] = first.setdefault(key, slot)
+            leaders[slot] = first_slots.setdefault(key, slot)
     return leaders
 
 
-def _differs_by_scale_rounding(slot: WeightSlot) -> bool:
-    """Whether the new weight has the codes that the bundle holds, with the folded factor divided out and scales in F32
-    or FP16, as formats keep them."""
-    # Without codes by rows: no format keeps such integers.
+def _has_equal_codes(slot: WeightSlot) -> bool:
+    """Whether the new weight has the codes of the bundle, and scales that differ only as checkpoint formats round them:
+    the folded factor divided out, in F32 or FP16."""
+    # A constant without codes by rows raises: no format keeps such integers.
     with suppress(CheckpointError, UnsupportedError):
         return slot.new.scheme is not None and any(
             same_weight(rounded_again(slot.stored_weight, (f"{kind}{SCALES}",)), slot.new) for kind in ("F32", "FP16")
@@ -297,8 +291,8 @@ def _differs_by_scale_rounding(slot: WeightSlot) -> bool:
 
 
 def _find_scales_of_codes(slot: WeightSlot) -> GroupScales | None:
-    """Scales and zero points for the codes of the new weight as they are; None where it has no codes, the file cannot
-    store them, or they would say something else than the checkpoint's floats."""
+    """Return the scales with which the file can take the codes of the new weight unchanged; None if the weight has no
+    codes, the file cannot store them, or they would not give the checkpoint's floats."""
     storage = slot.storage
     if slot.new.scheme is None or storage.packing is None or slot.stored_constant.folded:
         return None
@@ -314,24 +308,24 @@ def _find_scales_of_codes(slot: WeightSlot) -> GroupScales | None:
 
 
 def _arrange_scales(steps: Steps, storage: Storage, factor: float) -> GroupScales | None:
-    """``steps``, in the order of ``storage`` and with its ``factor``; None where it has fewer scales."""
+    """Convert ``steps`` to one scale for each group of ``storage``, times ``factor``; None if it has fewer scales."""
     sizes, zeros = steps.size, steps.zero_point
     if storage.by_rows and steps.block % storage.columns == 0:
-        each = steps.block // storage.columns
-        sizes, zeros = np.repeat(sizes, each, axis=1), np.repeat(zeros, each, axis=1)
+        repeats = steps.block // storage.columns
+        sizes, zeros = np.repeat(sizes, repeats, axis=1), np.repeat(zeros, repeats, axis=1)
     elif storage.groups == 1 and not np.ptp(sizes) and not np.ptp(zeros):
         sizes, zeros = sizes[:1, :1], zeros[:1, :1]
     else:
         return None
     scale = sizes.reshape(-1)
-    # The same factor is folded in already, where the codes are this file's; another is not.
+    # An equal factor is folded in already: the codes come from this file.
     if steps.factor != factor:
         scale = (scale.astype(np.float64) * (factor / steps.factor)).astype(np.float32)
     return GroupScales(scale, zeros.reshape(-1))
 
 
 def _can_take_codes(slot: WeightSlot, scales: GroupScales, first: int, last: int) -> bool:
-    """Whether codes of the new weight, rows ``[first, last)``, fit the file, and with ``scales`` say its floats."""
+    """Whether the codes of rows ``[first, last)`` fit the element type and, with ``scales``, give the new floats."""
     packing = slot.storage.packing
     codes = slot.new.codes(first, last).reshape(-1)
     if packing is None or codes.min() < packing.lowest or codes.max() > packing.highest:
@@ -343,15 +337,13 @@ def _can_take_codes(slot: WeightSlot, scales: GroupScales, first: int, last: int
 
 
 class _RowMeasurement(NamedTuple):
-    """What rows of a slot become."""
-
-    is_stored: bool  # whether the file stores them already
+    is_stored: bool  # whether the file holds them already
     scales: GroupScales
     sums: SquareSums
 
 
 def _measure_floats(slot: WeightSlot, values: Floats, first: int, last: int) -> _RowMeasurement:
-    """Of a constant in floats that is to hold ``values`` in rows ``[first, last)``."""
+    """Round ``values`` of rows ``[first, last)`` to the float type of the file, and sum the squares."""
     type_ = slot.storage.type
     before = slot.read_stored_bytes(first, last)
     after = encode_floats(values, type_, slot.role)
@@ -363,65 +355,67 @@ def _measure_floats(slot: WeightSlot, values: Floats, first: int, last: int) -> 
 def _measure_codes(
     slot: WeightSlot, leader: WeightSlot, values: Floats, first: int, last: int, differs: bool
 ) -> _RowMeasurement:
-    """Of a constant in codes that is to hold ``values`` in rows ``[first, last)``, with the scales of ``leader`` or the
-    rule's. Where it is known that it ``differs`` in other rows, these are not held against its codes."""
+    """Choose the leader's or the rule's scales for ``values`` of rows ``[first, last)``. The codes in the file are not
+    compared if the slot ``differs`` in other rows."""
     storage = slot.storage
     elements = slot.find_slice(storage.elements, first, last)
     codes = slot.stored_constant.source.codes(elements.start, elements.stop)
-    present, may_stay = (
-        _list_stored_scales(each).select(slot.find_slice(storage.groups, first, last)) for each in (slot, leader)
-    )
+    groups = slot.find_slice(storage.groups, first, last)
+    old_scales = _list_stored_scales(slot).select(groups)
 
-    steps = _compute_steps(storage, values, present)
-    lost = _sum_squared_steps(present, _compute_rounding(storage, steps))
+    steps = _compute_steps(storage, values, old_scales)
+    lost = _sum_squared_steps(old_scales, _compute_rounding(storage, steps))
     steps -= storage.group_by_scale(codes.astype(np.float32))
-    changed = float(_sum_squared_steps(present, steps).sum())
-    if leader is not slot:
-        lost = _compute_loss(storage, values, may_stay)
-    chosen, lost = _choose_scales(storage, values, may_stay, lost)
+    changed = float(_sum_squared_steps(old_scales, steps).sum())
 
-    is_stored = not differs and chosen.is_close(present) and np.array_equal(storage.quantize_by(values, *chosen), codes)
+    candidates = old_scales
+    if leader is not slot:
+        candidates = _list_stored_scales(leader).select(groups)
+        lost = _compute_loss(storage, values, candidates)
+    chosen, lost = _choose_scales(storage, values, candidates, lost)
+
+    keeps_scales = not differs and chosen.is_close(old_scales)
+    is_stored = keeps_scales and np.array_equal(storage.quantize_by(values, *chosen), codes)
     return _RowMeasurement(is_stored, chosen, SquareSums(float(lost.sum()), changed, sum_squares(values)))
 
 
-def _choose_scales(
-    storage: Storage, values: Floats, present: GroupScales, lost: _Doubles
-) -> tuple[GroupScales, _Doubles]:
-    """Scales of ``values``, of each group the ``present`` ones, which lose ``lost``, or the rule's where these lose
-    less; and what they lose, as sums of squares."""
+def _choose_scales(storage: Storage, values: Floats, old: GroupScales, lost: _Doubles) -> tuple[GroupScales, _Doubles]:
+    """Choose for each group the ``old`` scale or the rule's, whichever loses less. ``lost`` are the sums of squares
+    with the old scales; returned are those with the chosen ones, F64 ``[groups]``."""
     rule = GroupScales(*storage.compute_scales(values))
-    # It reaches the largest number of each group: without zero points no number lies beyond the last code.
-    lost_by_rule = _compute_loss(storage, values, rule, within=storage.symmetric)
+    # The rule's scale covers the largest number of a group: without zero points no number lies beyond the last code.
+    lost_by_rule = _compute_loss(storage, values, rule, within_codes=storage.symmetric)
 
-    # The rule's own scale, a rounding apart: its codes are those that the rule makes of the same numbers.
-    is_rule = np.isclose(rule.scale, present.scale, rtol=_SCALE_TOLERANCE, atol=0)
-    is_rule &= rule.zero_point == present.zero_point
-    noise = values.size / lost.size * np.square(_NOISE * present.step.astype(np.float64))
+    # Where the old scale is the rule's up to rounding, take the rule's: it gives the codes that the quantizer gave.
+    is_rule = np.isclose(rule.scale, old.scale, rtol=_SCALE_TOLERANCE, atol=0)
+    is_rule &= rule.zero_point == old.zero_point
+    noise = values.size / lost.size * np.square(_NOISE * old.step.astype(np.float64))
     stays = (lost <= _AS_GOOD * lost_by_rule + noise) & ~is_rule
 
-    scale = np.where(stays, present.scale, rule.scale)
-    zero_point = np.where(stays, present.zero_point, rule.zero_point)
+    scale = np.where(stays, old.scale, rule.scale)
+    zero_point = np.where(stays, old.zero_point, rule.zero_point)
     return GroupScales(scale, zero_point), np.where(stays, lost, lost_by_rule)
 
 
 def compute_least_loss(slot: WeightSlot, weight: Floats, lost: _Doubles, first: int, last: int) -> _Doubles:
-    """Of each group the sum of the squares of what rows ``[first, last)`` would lose of ``weight``, which are ``lost``
-    in what is stored: less, if the rule's scales are better than the file's."""
+    """Return the sums of squares that ``weight``, rows ``[first, last)``, loses with the better of the file's and the
+    rule's scales; ``lost``: with the codes and scales in the file. Both F64 ``[groups]``."""
     storage, factor = slot.storage, slot.stored_constant.factor
-    present = _list_stored_scales(slot).select(slot.find_slice(storage.groups, first, last))
+    old_scales = _list_stored_scales(slot).select(slot.find_slice(storage.groups, first, last))
     stored = weight if factor == 1.0 else weight * np.float32(factor)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        _, least = _choose_scales(storage, stored, present, factor**2 * lost)
+        _, least = _choose_scales(storage, stored, old_scales, factor**2 * lost)
     return least / factor**2
 
 
-def _compute_loss(storage: Storage, values: Floats, scales: GroupScales, within: bool = False) -> _Doubles:
-    """Of each group the sum of the squares of what the nearest codes by ``scales`` lose."""
-    return _sum_squared_steps(scales, _compute_rounding(storage, _compute_steps(storage, values, scales), within))
+def _compute_loss(storage: Storage, values: Floats, scales: GroupScales, within_codes: bool = False) -> _Doubles:
+    """Return the sum of squares that the nearest codes with ``scales`` lose, F64 ``[groups]``."""
+    steps = _compute_steps(storage, values, scales)
+    return _sum_squared_steps(scales, _compute_rounding(storage, steps, within_codes))
 
 
 def _compute_steps(storage: Storage, values: Floats, scales: GroupScales) -> Floats:
-    """``values``, ``[repeats, groups, columns]``, in steps of their scales: of a number on the grid its code."""
+    """Return the codes of ``values`` before rounding and clipping, F32 ``[repeats, groups, columns]``."""
     by_group: Floats = storage.group_by_scale(values)
     steps = by_group / scales.step[:, None]
     if not storage.symmetric:
@@ -429,22 +423,22 @@ def _compute_steps(storage: Storage, values: Floats, scales: GroupScales) -> Flo
     return steps
 
 
-def _compute_rounding(storage: Storage, steps: Floats, within: bool = False) -> Floats:
-    """How far the nearest codes are from ``steps``, which may be known to lie ``within`` the ends of the codes."""
-    apart = np.rint(steps)
-    if not within:
-        np.clip(apart, *storage.bounds, out=apart)
-    apart -= steps
-    return apart
+def _compute_rounding(storage: Storage, steps: Floats, within_codes: bool = False) -> Floats:
+    """Return nearest code − ``steps``; nothing needs clipping if all are known to lie ``within_codes``."""
+    rounding = np.rint(steps)
+    if not within_codes:
+        np.clip(rounding, *storage.bounds, out=rounding)
+    rounding -= steps
+    return rounding
 
 
 def _sum_squared_steps(scales: GroupScales, steps: Floats) -> _Doubles:
-    """Of each group the sum of the squares of distances in ``steps``, as those of numbers."""
+    """Sum the squares of distances in ``steps`` by group, in units of the numbers: F64 ``[groups]``."""
     return sum_squares_by_group(steps) * np.square(scales.step.astype(np.float64))
 
 
 def sum_squares_by_group(by_scale: Floats) -> _Doubles:
-    """Of each group of ``by_scale``, ``[repeats, groups, columns]``, the sum of the squares of its numbers."""
+    """Sum squares over each group: ``[repeats, groups, columns]`` → F64 ``[groups]``."""
     sums = np.einsum("rgc,rgc->g", by_scale, by_scale)
     if not np.isfinite(sums).all():
         sums = np.einsum("rgc,rgc->g", by_scale, by_scale, dtype=np.float64)

@@ -1,11 +1,10 @@
-"""What is to be put into a bundle, what rounding to the file's types loses of it, and writing it: beside its place,
-read back and compared, then given its name.
+"""The plan of an insertion: which bytes change, how much rounding to the file's types loses, and how it is written.
 
-Nothing is written over bytes that a tensor without a role has, or another role that is to hold something else.
+The new file is written under a temporary name, read back, compared, and only then renamed. Bytes that belong to a
+tensor without a role, or to another role with other numbers, are never overwritten.
 
-A loss is relative: root mean square of what the file will hold less the checkpoint's weight, as a share of the root
-mean square of the weight. Beside it stands how far the checkpoint's weight is from what the file held: where rounding
-moves a weight as far as its training did, most of the training is rounded away.
+A loss is relative: root mean square of (new file − checkpoint) over root mean square of the checkpoint's weight. It is
+shown with the change, (checkpoint − old file): if both are equally large, most of the training is rounded away.
 """
 
 from __future__ import annotations
@@ -32,48 +31,47 @@ from mtp_extract.proof.proof import Proof
 
 NewBytes = bytes | memoryview
 Overlay = tuple[int, NewBytes | Encoding]
-"""Bytes, or the rows of an encoding, and where in the file they go."""
-
+"""Offset in the file, and the bytes, or the encoding of all rows, to write there."""
 
 MOST_LOST = 0.1
-"""Of a role. A checkpoint trained on the file's grid loses almost nothing; floats lose two fifths in two bits."""
+"""Largest acceptable loss of a role. A checkpoint trained on the file's grid loses almost nothing; floats rounded to
+two bits lose two fifths."""
 
-_MOSTLY = 0.5
-_WORST = 5
+_MOSTLY = 0.5  # share of the squared change above which most of it counts as lost
+_WORST = 5  # roles that are listed
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one role, or of all together, as shares of the checkpoint's norm."""
+    """Loss and change of one role, or of all together, relative to the norm of the checkpoint's weight."""
 
-    relative_rms_error: float  # what the file's types lose
-    relative_change: float  # what the checkpoint changes of what the file holds
+    relative_rms_error: float  # new file − checkpoint
+    relative_change: float  # checkpoint − old file
 
     @classmethod
     def of(cls, sums: SquareSums) -> Loss:
-        """The roots of ``sums``, as shares."""
         return cls(compute_relative_error(sums.lost, sums.size), compute_relative_error(sums.changed, sums.size))
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Of every role that the file does not hold to the bit."""
+    """Losses of all roles that rounding changes."""
 
     total: Loss
-    roles: Mapping[str, Loss]  # the worst first
+    roles: Mapping[str, Loss]  # largest loss first
 
     @classmethod
     def of(cls, encodings: Mapping[str, Iterable[Encoding]]) -> Losses:
-        """Of what is to be put in."""
-        totals = ((role, SquareSums.total(each.weight_sums for each in of_role)) for role, of_role in encodings.items())
-        measured = {role: sums for role, sums in totals if sums.size and sums.lost}
+        """Sum the losses of ``encodings`` by role, and over all roles."""
+        totals = {role: SquareSums.total(e.weight_sums for e in of_role) for role, of_role in encodings.items()}
+        measured = {role: sums for role, sums in totals.items() if sums.size and sums.lost}
         losses = {role: Loss.of(sums) for role, sums in measured.items()}
         worst_first = sorted(losses.items(), key=lambda item: -item[1].relative_rms_error)
         return cls(Loss.of(SquareSums.total(measured.values())), dict(worst_first))
 
     @property
     def in_words(self) -> str:
-        """The total, and the worst; empty where nothing is lost."""
+        """The total and the largest losses, as a sentence; empty if nothing is lost."""
         if not self.roles:
             return ""
         return (
@@ -83,7 +81,7 @@ class Losses:
 
     @property
     def warning(self) -> str:
-        """What to know where most of a training is rounded away; empty where it is not."""
+        """A warning if most of a training is rounded away, else empty."""
         lost, changed = self.total.relative_rms_error, self.total.relative_change
         if not changed or lost**2 < _MOSTLY * changed**2:
             return ""
@@ -99,38 +97,37 @@ def _format_losses(losses: Mapping[str, Loss]) -> list[str]:
 
 @dataclass(frozen=True)
 class InsertionResult:
-    """What was written."""
+    """The file that an insertion wrote."""
 
     path: Path
     size: int  # in bytes
-    notes: tuple[str, ...]  # things worth knowing that are not errors
-    # That the new drafter computes what its weights say; None of a base, whose graphs are not proven.
-    proof: Proof | None
+    notes: tuple[str, ...]  # for the user; no errors
+    proof: Proof | None  # that the new drafter computes what its weights say; None for a base, which is not proven
     plan: InsertionPlan = field(repr=False)
 
 
 @dataclass(frozen=True)
 class InsertionPlan:
-    """What is to be done; nothing is written yet."""
+    """An insertion that is not written yet."""
 
-    source: Source  # the bundle, with a drafter where it had none
-    # Role → what becomes of it: several where tables or signatures of a base differ in it, none where nothing holds it.
+    source: Source  # the bundle; with the added drafter if it had none
+    # Role → its encodings: several if tables or signatures of a base differ in it, none if the file does not store it.
     encodings: Mapping[str, tuple[Encoding, ...]]
-    overlays: tuple[Overlay, ...]  # what is written over its copy
+    overlays: tuple[Overlay, ...]  # what changes in the copy of ``source``
     notes: tuple[str, ...]
-    inputs: tuple[PathLike | None, ...]
-    check: Callable[[Path], Proof | None]  # reads the new file; OutputError where it is not what was planned
-    of_base: bool = False  # whether it is a base that is put in, and no drafter
-    added: bool = False  # whether the bundle has no drafter yet
+    inputs: tuple[PathLike | None, ...]  # files that must not be overwritten
+    check: Callable[[Path], Proof | None]  # reads the new file; raises OutputError if it differs from the plan
+    of_base: bool = False  # whether a base is inserted, not a drafter
+    added: bool = False  # whether a drafter is added to a bundle without one
 
     @cached_property
     def losses(self) -> Losses:
-        """What rounding to the file's types loses."""
+        """Losses from rounding to the file's types."""
         return Losses.of(self.encodings)
 
     @property
     def refusal(self) -> UnsupportedError | None:
-        """Why it should not be written: a base that loses too much. A drafter's drafts are checked by its base."""
+        """The error if a base would lose too much. A drafter may lose more, because its base checks every draft."""
         ruined = {role: loss for role, loss in self.losses.roles.items() if loss.relative_rms_error > MOST_LOST}
         if not (ruined and self.of_base and self.overlays):
             return None
@@ -144,15 +141,15 @@ class InsertionPlan:
     def write(
         self, out: PathLike, *, overwrite: bool = False, force: bool = False, reporter: Reporter = SILENT
     ) -> InsertionResult:
-        """Write it to the new file ``out``: beside its place first, where it is read again and compared, and proven.
+        """Write the new file ``out``, after its content was read back, compared and proven under a temporary name.
 
         Args:
-            force: write it although a base loses too much.
+            force: write a base even if it loses too much.
 
         Raises:
             UnsupportedError: a base loses too much; see :attr:`refusal`.
-            OutputError: it cannot be written there, or reads back differently; nothing is left behind.
-            ProofError: what was written does not compute what it holds.
+            OutputError: the file cannot be written, or reads back differently; nothing is left behind.
+            ProofError: the new drafter does not compute what its weights say.
         """
         if (refusal := self.refusal) is not None and not force:
             raise refusal
@@ -161,31 +158,29 @@ class InsertionPlan:
             write_copy(stage, self.source, counter(reporter, "writing", self.source.size), self._fill)
             proof = self.check(stage)
         notes = list(self.notes)
-        # LiteRT-LM (XNNPACK) takes packed weights of a file of the same name, second and size for those of the new one.
-        beside = (path.name for path in target.absolute().parent.iterdir() if path.name.startswith(target.name))
-        if names := sorted(name for name in beside if name.endswith("xnnpack_cache")):
+        # LiteRT-LM (XNNPACK) uses weights packed from an older file if name, modification second and size are equal.
+        neighbours = (path.name for path in target.absolute().parent.iterdir() if path.name.startswith(target.name))
+        if names := sorted(name for name in neighbours if name.endswith("xnnpack_cache")):
             notes.append(f"Delete {few(names)}: the runtime packed them from an older file of this name.")
         return InsertionResult(target, self.source.size, tuple(notes), proof, self)
 
     def _fill(self, put: Put) -> None:
-        rows: dict[WeightSlot, list[tuple[int, Encoding]]] = defaultdict(list)
-        for at, what in self.overlays:
-            if isinstance(what, Encoding):
-                rows[what.slot].append((at, what))
+        encodings: dict[WeightSlot, list[tuple[int, Encoding]]] = defaultdict(list)
+        for offset, content in self.overlays:
+            if isinstance(content, Encoding):
+                encodings[content.slot].append((offset, content))
             else:
-                put(at, what)
+                put(offset, content)
 
-        def write(slot: WeightSlot, first: int, last: int) -> None:
-            for at, encoding in rows[slot]:
-                put(
-                    at + slot.find_slice(encoding.storage.length, first, last).start,
-                    encoding.encode_and_record(first, last),
-                )
+        def write_rows(slot: WeightSlot, first: int, last: int) -> None:
+            for offset, encoding in encodings[slot]:
+                begin = offset + slot.find_slice(encoding.storage.length, first, last).start
+                put(begin, encoding.encode_and_record(first, last))
 
-        map_rows(list(rows), write)
+        map_rows(list(encodings), write_rows)
 
     def as_json(self, result: InsertionResult | None) -> dict[str, Any]:
-        """What is to be done and, where it was, its ``result``; of a base a list for each role."""
+        """Return the plan, with its ``result`` if it was written, as JSON; a base has a list for each role."""
         roles: dict[str, Any] = {
             role: [{"what": e.how, "stored": e.storage.type.name, "relative_rms_error": e.error} for e in encodings]
             for role, encodings in self.encodings.items()
@@ -203,62 +198,69 @@ class InsertionPlan:
 
 
 class _ByteRange(NamedTuple):
-    """Bytes of the file: where, whose, and what they are to be."""
+    """Bytes ``[begin, end)`` of the file that belong to a role or to another tensor."""
 
     begin: int
     end: int
     changes: bool
-    owner: str  # a role, or which tensor without one
-    what: NewBytes | Encoding | None = None  # None: what they are
+    owner: str  # the role, or a description of the tensor
+    content: NewBytes | Encoding | None = None  # None: they stay as they are
 
 
 def build_overlays(encodings: Iterable[Encoding]) -> Iterator[Overlay]:
-    """What to write so that all places of ``encodings`` hold what was decided: the bytes that change, each once;
-    UnsupportedError where such bytes belong to something else too, or zero points have no place."""
+    """Build the overlays that store ``encodings`` at all their locations: every byte that changes, once.
+
+    Raises:
+        UnsupportedError: a byte that changes also belongs to a tensor with other content, or the file has no place for
+            zero points.
+    """
     sites = [(place, encoding) for encoding in encodings for place in encoding.slot.places]
-    parts = [part for site in sites for part in _find_byte_ranges(*site)]
+    ranges = [byte_range for site in sites for byte_range in _find_byte_ranges(*site)]
     for model in {id(place.model): place.model for place, _ in sites}.values():
-        parts += _find_other_byte_ranges(model, [place.found.tensor for place, _ in sites if place.model is model])
-    last = _ByteRange(0, 0, False, "")
-    # Of the same bytes those that change come first.
-    for part in sorted(parts, key=lambda part: (part.begin, part.end, not part.changes)):
-        shared = part.begin < last.end
-        if shared and (part.changes or last.changes) and not _are_identical(part, last):
-            changed, other = (part, last) if part.changes else (last, part)
+        ranges += _find_other_byte_ranges(model, [place.found.tensor for place, _ in sites if place.model is model])
+
+    previous = _ByteRange(0, 0, False, "")
+    # Among equal ranges, those that change come first.
+    for current in sorted(ranges, key=lambda current: (current.begin, current.end, not current.changes)):
+        overlaps = current.begin < previous.end
+        if overlaps and (current.changes or previous.changes) and not _are_identical(current, previous):
+            changed, neighbour = (current, previous) if current.changes else (previous, current)
             raise UnsupportedError(
-                f"{changed.owner}: the file stores {other.owner} in the same bytes, and the two are to differ. Keep "
-                "them equal, or as they are."
+                f"{changed.owner}: the file stores {neighbour.owner} in the same bytes, and the two are to differ. "
+                "Keep them equal, or as they are."
             )
-        if part.changes and part.what is not None and not shared:
-            yield part.begin, part.what
-        last = max(last, part, key=lambda part: part.end)
+        if current.changes and current.content is not None and not overlaps:
+            yield current.begin, current.content
+        previous = max(previous, current, key=lambda byte_range: byte_range.end)
 
 
-def _are_identical(part: _ByteRange, other: _ByteRange) -> bool:
-    """Whether both are the same bytes, and are to be the same."""
-    if isinstance(part.what, Encoding) and isinstance(other.what, Encoding) and part.what is not other.what:
-        same = part[:2] == other[:2] and part.what.storage == other.what.storage
-        return same and all(
-            part.what.encode_rows(*rows) == other.what.encode_rows(*rows) for rows in part.what.slot.list_row_ranges()
-        )
-    return part[:2] == other[:2] and part.what == other.what
+def _are_identical(first: _ByteRange, second: _ByteRange) -> bool:
+    """Whether both cover the same bytes and put the same content there."""
+    if first[:2] != second[:2]:
+        return False
+    ours, theirs = first.content, second.content
+    if not (isinstance(ours, Encoding) and isinstance(theirs, Encoding)) or ours is theirs:
+        return ours == theirs
+    return ours.storage == theirs.storage and all(
+        ours.encode_rows(*rows) == theirs.encode_rows(*rows) for rows in ours.slot.list_row_ranges()
+    )
 
 
 def _find_byte_ranges(place: Location, encoding: Encoding) -> Iterator[_ByteRange]:
-    """The rows of ``encoding``, its scales and its zero points, where ``place`` has them."""
+    """List the bytes of ``encoding`` at ``place``: data, scales and zero points."""
     assert place.found.tensor is not None
     data, role = place.model.locate(place.found.tensor), encoding.slot.role
     yield _ByteRange(data.begin, data.begin + data.size, encoding.how != KEPT, role, encoding)
     if not encoding.scales.scale.size or place.found.tensor.quantization is None:
         return
-    for at, vector in _encode_scales(place.model, place.found.tensor, encoding):
+    for offset, vector in _encode_scales(place.model, place.found.tensor, encoding):
         if vector:
-            changes = place.model.region.source.read(at, len(vector)) != vector
-            yield _ByteRange(at, at + len(vector), changes, role, vector)
+            changes = place.model.region.source.read(offset, len(vector)) != vector
+            yield _ByteRange(offset, offset + len(vector), changes, role, vector)
 
 
 def _encode_scales(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> list[tuple[int, memoryview]]:
-    """The scales and zero points of ``encoding`` as ``tensor`` stores them, and where."""
+    """Return the scales and zero points of ``encoding`` as ``tensor`` stores them, each with its offset in the file."""
     quantization, (scale, zeros) = tensor.quantization, encoding.scales
     assert quantization is not None
     blocks = _find_block_scales(model, tensor)
@@ -268,7 +270,7 @@ def _encode_scales(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> li
         raise UnsupportedError(f"{encoding.slot.role}: {tensor.label} has no place for its new zero points.")
     if blocks is not None and blocks.type is not None:
         return [(model.locate(blocks).begin, memoryview(encode_floats(scale, blocks.type, encoding.slot.role)))]
-    # Not copied: a vocabulary has a scale a row, and a table a layer.
+    # Views, not copies: an embedding has a scale for each row, and a table for each layer.
     begin = model.region.begin
     return [
         (begin + quantization.scales.start, np.ascontiguousarray(scale, "<f4").view(np.uint8).data),
@@ -276,22 +278,17 @@ def _encode_scales(model: TfliteModel, tensor: Tensor, encoding: Encoding) -> li
     ]
 
 
-def _find_other_byte_ranges(model: TfliteModel, playing: Sequence[Tensor | None]) -> Iterator[_ByteRange]:
-    """Data, scales and zero points of all tensors but those ``playing`` a role."""
+def _find_other_byte_ranges(model: TfliteModel, weights: Sequence[Tensor | None]) -> Iterator[_ByteRange]:
+    """List data, scales and zero points of all tensors except ``weights``."""
     # Scales of blocks are tensors themselves.
-    keys = {
-        (part.subgraph, part.index)
-        for role in playing
-        if role
-        for part in (role, _find_block_scales(model, role))
-        if part
-    }
+    block_scales = [_find_block_scales(model, weight) for weight in weights if weight]
+    keys = {(tensor.subgraph, tensor.index) for tensor in (*weights, *block_scales) if tensor}
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         if (tensor.subgraph, tensor.index) in keys or not model.has_data(tensor):
             continue
         data = model.data_of(tensor)
         spans = [(data.begin, data.size)]
-        # Scales of floats mean nothing.
+        # Scales of floats are unused metadata.
         if tensor.quantization is not None and tensor.type not in FLOAT_TYPES:
             vectors = (tensor.quantization.scales, tensor.quantization.zero_points)
             spans += [(model.region.begin + vector.start, vector.width * vector.count) for vector in vectors]
@@ -300,7 +297,7 @@ def _find_other_byte_ranges(model: TfliteModel, playing: Sequence[Tensor | None]
 
 
 def _find_block_scales(model: TfliteModel, tensor: Tensor) -> Tensor | None:
-    """The tensor that holds the scales of ``tensor``'s blocks; None where it has none."""
+    """Return the tensor that holds the scales of ``tensor``'s blocks; None if it is not quantized in blocks."""
     if tensor.quantization is None or tensor.quantization.blockwise is None or tensor.type in FLOAT_TYPES:
         return None
     return model.tensor(tensor.subgraph, tensor.quantization.blockwise.scales)

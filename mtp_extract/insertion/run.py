@@ -1,7 +1,7 @@
-"""Insertion, the way back: the checkpoint of a drafter, or of a base → bundle, in one page.
+"""Insertion: put the checkpoint of a drafter or of a base back into a bundle.
 
-The bundle's own graph, types, layout and other sections stay; what changes are the bytes of constants.
-Everything is planned, and checked, before a byte is written.
+The bundle keeps its graph, types, layout and other sections; only the bytes of constants change. Everything is planned
+and checked before a byte is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 from mtp_extract.progress import SILENT, Reporter, counter
 from mtp_extract.proof.proof import Proof
 
-# What exporters compute constants in, and configurations round them to.
+# Relative: exporters compute constants in float32, and configurations round them.
 _CONFIG_TOLERANCE = 1e-6
 
 _COMPARED = (
@@ -52,27 +52,31 @@ def planned_insertion(
     section: int | None = None,
     reporter: Reporter = SILENT,
 ) -> Iterator[InsertionPlan]:
-    """Plan to put the weights of ``source`` into ``bundle``; arguments are those of :func:`mtp_extract.insert`.
+    """Plan to put the weights of ``source`` into ``bundle``; other arguments are those of :func:`mtp_extract.insert`.
 
     Args:
-        measure: gives what the drafter's activations reach, for graphs that quantize them statically.
-        cut_off: gives what static grids cut off of the old base's activations, and of the new one's.
+        measure: measures the ranges of the drafter's activations, for graphs that quantize them statically.
+        cut_off: measures the share of activations that static scales clip, for the old base and the new one.
 
     Raises:
-        PairError: the checkpoint does not fit what the bundle holds, or the drafter not the base.
-        UnsupportedError: what is to change cannot be stored; or what is asked for does not go together.
-        MtpExtractError: a source that cannot be read.
+        PairError: the checkpoint does not fit the bundle, or the drafter does not fit the base.
+        UnsupportedError: a new weight cannot be stored, or the arguments contradict each other.
+        MtpExtractError: a source cannot be read.
     """
     check_merged(Path(source))
     with ExitStack() as stack:
         if holds_base(Path(source)):
-            of_drafter = {"graph_from": graph_from, "base": measure, "section": section}
-            if wrong := tuple(name for name, value in of_drafter.items() if value is not None):
-                why = "expected a drafter's checkpoint, found a base's. Leave out what is for a drafter."
-                raise UnsupportedError(f"{escape(source)}: {why}", remedies=wrong)
+            drafter_options = {"graph_from": graph_from, "base": measure, "section": section}
+            if wrong := tuple(name for name, value in drafter_options.items() if value is not None):
+                raise UnsupportedError(
+                    f"{escape(source)}: expected a drafter's checkpoint, found a base's. Leave out what is for a "
+                    "drafter.",
+                    remedies=wrong,
+                )
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
             yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, reporter)
             return
+
         template = None
         if is_checkpoint(source):
             checkpoint = ReadDirectory.of(source).checkpoint
@@ -80,6 +84,7 @@ def planned_insertion(
             template = stack.enter_context(open_bundle(source))
             template.prefetch()
             checkpoint = checkpoint_of(template.drafter())
+
         opened, window = stack.enter_context(open_bundle(bundle, section=section)), checkpoint.mtp.sliding_window
         if graph_from is not None:
             template = stack.enter_context(open_bundle(graph_from))
@@ -96,8 +101,12 @@ def planned_insertion(
 
 
 def _add_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
-    """The drafter of ``template``, its section (or the bare model that it is) at the end of ``opened``; ``error``,
-    which says why there is no drafter, where there is no template, or none is to be added."""
+    """Add the model of ``template``'s drafter as a new last section of ``opened``, and return the drafter there.
+
+    Raises:
+        NoDrafterError: there is no template, or no section can be added; ``error`` says why ``opened`` has no drafter.
+        PairError: the base in ``opened`` cannot run the drafter.
+    """
     if (bundle := opened.bundle) is None or opened.section is not None:
         raise error
     if template is None:
@@ -107,10 +116,10 @@ def _add_drafter(opened: Opened, template: Opened | None, window: int | None, er
     drafter = template.drafter()
     items = {key: str(value) for key, value in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
-    new = [NewSection(TFLITE_MODEL, items, drafter.model.region)]
+    sections = [NewSection(TFLITE_MODEL, items, drafter.model.region)]
     if (weights := drafter.model.weights) is not None:
-        new.append(NewSection(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
-    virtual = add_sections(bundle, new)
+        sections.append(NewSection(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
+    virtual = add_sections(bundle, sections)
     added = Opened(virtual, read_bundle(virtual), None, template.signature).drafter(window)
     if problems := "; ".join(find_misfits(added)):
         raise PairError(
@@ -131,27 +140,28 @@ def _plan_drafter(
     notes = [*checkpoint.notes, *opened.remarks]
     notes += _compare_configs(checkpoint.mtp, drafter.config, source.name)
     if not added and (problems := "; ".join(find_misfits(drafter))):
-        # What was there before stays, fit or not.
+        # Not an error: the insertion does not change it.
         notes.append(f"In this bundle drafter and base did not fit before, and do not now: {problems}.")
     encodings = encode_slots(_match_drafter(drafter, checkpoint))
-    every = [encoding for of_role in encodings.values() for encoding in of_role]
-    written = [*build_overlays(every)]
-    scales, remarks = calibrate_activations(drafter, any(encoding.how != KEPT for encoding in every), measure)
+    all_encodings = [encoding for of_role in encodings.values() for encoding in of_role]
+    overlays = [*build_overlays(all_encodings)]
+    changes_weights = any(encoding.how != KEPT for encoding in all_encodings)
+    scales, remarks = calibrate_activations(drafter, changes_weights, measure)
 
     def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
-            drafter_written = new.drafter(checkpoint.mtp.sliding_window)
-            check_written(path, _match_drafter(drafter_written, checkpoint), encodings)
-            return prove_checkpoint(drafter_written, checkpoint_of(drafter_written))
+            new_drafter = new.drafter(checkpoint.mtp.sliding_window)
+            check_written(path, _match_drafter(new_drafter, checkpoint), encodings)
+            return prove_checkpoint(new_drafter, checkpoint_of(new_drafter))
 
-    return InsertionPlan(source, encodings, (*written, *scales), (*notes, *remarks), inputs, check, added=added)
+    return InsertionPlan(source, encodings, (*overlays, *scales), (*notes, *remarks), inputs, check, added=added)
 
 
 def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str) -> list[str]:
-    """What is worth a note of weights that stand in the graph of another drafter, of ``name``; PairError, which lists
-    how, where they are not of one shape, or compute differently.
+    """Return notes on differences between the configurations of ``checkpoint`` and ``graph``; raise PairError if their
+    shapes differ, or they compute differently.
 
-    The graph computes with its own constants (RoPE, epsilon, soft cap): what a checkpoint's config says is lost.
+    The graph computes with its own constants (RoPE, epsilon, soft cap): those of the checkpoint's config are lost.
     """
     expected = {key: getattr(checkpoint, key) for key in _COMPARED}
     of_graph = {key: getattr(graph, key) for key in _COMPARED}
@@ -176,7 +186,6 @@ def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str)
 
 
 def _match_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[WeightSlot]:
-    """Every role of ``drafter`` with its weight in ``checkpoint``: a bundle with one signature."""
     places = {role.role: (Location(drafter.model, role),) for role in drafter.walk.roles}
     tensors = checkpoint.whole().tensors
     weights = {role.name: tensors[role.name] for role in shapes_of(drafter.config) if role.name in tensors}
@@ -198,10 +207,10 @@ def _plan_base(
     slots = _match_base(opened, checkpoint)
     notes = [*opened.remarks]
     encodings = encode_slots(slots, counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots)))
-    written = tuple(build_overlays(encoding for of_role in encodings.values() for encoding in of_role))
+    overlays = tuple(build_overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
-    if written:
+    if overlays:
         roles = [place.found for slot in slots for place in slot.places]
         grids = {role.role: (role.input, role.output) for role in roles if role.input or role.output}
         notes += describe_static_activations(grids, cut_off)
@@ -212,11 +221,10 @@ def _plan_base(
         with open_bundle(path) as new:
             check_written(path, _match_base(new, checkpoint), encodings)
 
-    return InsertionPlan(opened.source, encodings, written, tuple(notes), inputs, check, of_base=True)
+    return InsertionPlan(opened.source, encodings, overlays, tuple(notes), inputs, check, of_base=True)
 
 
 def _match_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[WeightSlot]:
-    """Every role of the base in ``opened``, with its weight in ``checkpoint``."""
     base = find_base(opened)
     check_base(checkpoint, base)
     return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.require_slots()]

@@ -1,8 +1,8 @@
-"""Constants of a bundle, each with the weight of a checkpoint that it holds or is to hold; all cores over their rows.
+"""Slots: constants of a bundle, each matched with the weight of a checkpoint; rows are processed on all cores.
 
-A drafter is stored as a base with one signature is. A base's checkpoint may have one tensor where the bundle has
-several tables, one a layer: its columns. Slots that read one such tensor are worked on together, so that its rows,
-which may be many gigabytes, are read once.
+A drafter is treated as a base with one signature. Where a base's checkpoint has one tensor, a bundle may have several
+tables, one a layer, which are its columns. Slots of one such tensor are processed together, so that its rows, which may
+be many gigabytes, are read once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mtp_extract.litertlm.tflite import TfliteModel
 _T = TypeVar("_T")
 _SCALAR = ".layer_scalar"
 _SMALLEST_BUFFER = 16  # elements
-# Elements of a weight at a time. Threads take turns between operations on arrays: with fewer elements they wait for
-# each other, with more their arrays leave the cache.
+# Elements of a weight at a time: with fewer, threads wait for each other between array operations; with more, their
+# arrays leave the cache.
 _ELEMENTS = 1 << 19
 
 
@@ -44,73 +44,77 @@ class Location:
 
     @property
     def constant(self) -> Constant | None:
-        """None where the converter folded a weight of ones away."""
+        """None if the converter folded a weight of ones away."""
         return None if self.found.tensor is None else Constant(self.model, self.found)
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """Equal for places that hold the same: columns, bytes, scales, factor."""
+        """A key that is equal for locations with equal columns, bytes, scales and factor."""
         if (constant := self.constant) is None:
             return (self.columns,)
         source = constant.source
-        # Hashed, since a vocabulary has a scale a row, and a table a layer.
+        # Hashed, because an embedding has a scale for each row, and a table for each layer.
         scales = (xxh3_128_hexdigest(np.ascontiguousarray(a).data) for a in (source.scale, source.zero_point))
         return self.columns, source.storage, source.location.begin, *scales, constant.factor
 
 
 @dataclass(frozen=True, eq=False)
 class WeightSlot:
-    """Places that hold the same, and the weight of a checkpoint, or its columns, that they hold or are to hold."""
+    """Locations with equal content, and the weight of the checkpoint, or its columns, that belongs there."""
 
     role: str
-    places: tuple[Location, ...]  # none where no graph reads a weight of ones
+    places: tuple[Location, ...]  # empty if a weight of ones was folded away
     new: Weight
-    dtype: str  # what the checkpoint's floats were rounded to, a name in DTYPES
+    dtype: str  # the type to which the checkpoint's floats were rounded, a name in DTYPES
 
     @cached_property
     def constant(self) -> Constant | None:
-        """What the bundle stores; None where it was folded away."""
+        """The constant in the bundle; None if it was folded away."""
         return self.places[0].constant if self.places else None
 
     @property
     def stored_constant(self) -> Constant:
-        """The constant of a slot that has one."""
+        """:attr:`constant` of a slot that has one."""
         assert self.constant is not None
         return self.constant
 
     @property
     def storage(self) -> Storage:
-        """How its constant lies in the file."""
+        """Element type, shape and grouping of the constant in the file."""
         return self.stored_constant.source.storage
 
     def read_stored_bytes(self, first: int, last: int) -> bytes:
-        """What the file has of rows ``[first, last)``."""
+        """Read the bytes of rows ``[first, last)`` from the bundle."""
         part = self.find_slice(self.storage.length, first, last)
         return self.stored_constant.source.location.read(part.start, part.stop - part.start)
 
     @cached_property
     def stored_weight(self) -> Weight:
-        """What the bundle holds: ones where nothing is stored."""
+        """The weight in the bundle: ones if nothing is stored."""
         return self.constant or constant_weight(self.new.shape)
 
     @cached_property
     def needs_all_rows(self) -> bool:
-        """Whether its rows are worked on together: their scales do not lie by rows."""
+        """Whether all rows have to be processed together, because a scale does not belong to one row."""
         if self.constant is None or self.storage.packing is None:
             return False
         return not (self.constant.by_rows and self.new.columns % self.storage.columns == 0)
 
     def list_row_ranges(self) -> Iterable[tuple[int, int]]:
-        """Rows ``[first, last)`` after each other, those that are worked on at a time."""
+        """Split the rows into ranges ``[first, last)`` that are processed at a time."""
         return [(0, self.new.rows)] if self.needs_all_rows else row_ranges(self.new, _ELEMENTS)
 
     def find_slice(self, total: int, first: int, last: int) -> slice:
-        """Which of ``total`` stored things (bytes, codes, scales) are those of rows ``[first, last)``."""
+        """Return the slice of ``total`` stored bytes, codes or scales that belongs to rows ``[first, last)``."""
         return slice(total * first // self.new.rows, total * last // self.new.rows)
 
     def compute_stored_values(self, first: int, last: int) -> Floats:
-        """Rows of the new weight as they are to be stored, flat, with the converter's factor; CheckpointError where a
-        number is not finite, UnsupportedError where the file stores one for all, and the weight has several."""
+        """Return rows ``[first, last)`` of the new weight times the converter's factor, F32, flat.
+
+        Raises:
+            CheckpointError: a number is not finite.
+            UnsupportedError: the file stores one number for all, and the new ones differ.
+        """
         values, factor = self.new.floats(first, last), self.stored_constant.factor
         if not math.isfinite(sum_squares(values)):
             raise CheckpointError(
@@ -128,17 +132,17 @@ class WeightSlot:
 
 
 class RoleMatch(NamedTuple):
-    """A role of a bundle or a checkpoint: its weight in the one, and where the other holds it."""
+    """A role of a bundle or a checkpoint, with its slots."""
 
     role: str
-    name: str | None  # of its tensor in a base's checkpoint; None where that has none
+    name: str | None  # of its tensor in a base's checkpoint; None if it has none
     shape: tuple[int, ...]  # of the weight in the checkpoint, or else in the bundle
     places: tuple[Location, ...]
-    slots: list[WeightSlot]  # one for every constant that holds it, or columns of it; none where there is a problem
-    problem: str  # why the two cannot be compared; empty where they can
+    slots: list[WeightSlot]  # one for each different constant, or columns of one; empty if there is a problem
+    problem: str  # why bundle and checkpoint cannot be compared; empty if they can
 
     def require_slots(self) -> list[WeightSlot]:
-        """Its slots; PairError where one of the two lacks the role, or has it in another shape."""
+        """Return the slots; raise PairError if bundle or checkpoint lacks the role, or their shapes differ."""
         if self.problem:
             raise PairError(f"{self.role}: {self.problem}. Give a checkpoint of the model that the bundle holds.")
         return self.slots
@@ -147,8 +151,13 @@ class RoleMatch(NamedTuple):
 def match_roles(
     places: Mapping[str, tuple[Location, ...]], weights: Mapping[str, Weight], dtype: str | None = None
 ) -> Iterator[RoleMatch]:
-    """Every role of either. A head that the checkpoint ties is its embedding table; scalars that it lacks, all of
-    them, are 1. Its floats were rounded to ``dtype``, by default what each tensor is stored in."""
+    """Match every role of the bundle or the checkpoint.
+
+    A tied head is the embedding. If the checkpoint has no layer scalar at all, each is 1.
+
+    Args:
+        dtype: the type to which the checkpoint's floats were rounded; by default the type each tensor is stored in.
+    """
     without_scalars = not any(role.endswith(_SCALAR) for role in weights)
     for role in dict.fromkeys((*weights, *places)):
         weight = weights.get("embed_tokens" if role == "lm_head" and role not in weights else role)
@@ -166,7 +175,7 @@ def match_roles(
 
 
 def _describe_problem(weight: Weight | None, shape: tuple[int, ...], is_read: bool) -> str:
-    """Why ``weight`` cannot be compared with what a bundle holds in ``shape``; empty where it can."""
+    """Say why ``weight`` cannot be compared with a bundle's weight of ``shape``; empty if it can."""
     if weight is None:
         return "the checkpoint has no such tensor"
     if not is_read:
@@ -175,7 +184,7 @@ def _describe_problem(weight: Weight | None, shape: tuple[int, ...], is_read: bo
 
 
 def _find_shape(places: Sequence[Location]) -> tuple[int, ...]:
-    """Of the weight that ``places`` hold: several tables are one, and no graph multiplies by a layer scalar of 1."""
+    """Return the shape of the weight at ``places``: tables side by side are one; without any it is a layer scalar."""
     if not places:
         return (1,)
     shape = places[0].found.shape
@@ -184,25 +193,27 @@ def _find_shape(places: Sequence[Location]) -> tuple[int, ...]:
 
 
 def _choose_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple[Location, ...]:
-    """``places`` with the factor, of those that their graphs allow, with which they hold a weight as large as
-    ``weight``: where a norm follows, numbers alone tell whether a factor was folded in or left out."""
+    """Return ``places`` with the possible folded factor that brings their norm closest to that of ``weight``.
+
+    Where RMSNorm follows, the graph computes the same with any factor; only the numbers tell which was folded in.
+    """
     constant = places[0].constant if places else None
     if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
         return places
     sums = [(sum_squares(constant.floats(*rows)), sum_squares(weight.floats(*rows))) for rows in row_ranges(weight)]
-    norm_stored, wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
-    if not 0 < norm_stored < math.inf or not 0 < wanted < math.inf:
+    norm_stored, norm_wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
+    if not 0 < norm_stored < math.inf or not 0 < norm_wanted < math.inf:
         return places
 
-    def distance(factor: float) -> float:
-        return abs(math.log(norm_stored * constant.factor / factor / wanted))
+    def measure_distance(factor: float) -> float:
+        return abs(math.log(norm_stored * constant.factor / factor / norm_wanted))
 
-    best = min((constant.factor, *places[0].found.other_factors), key=distance)
+    best = min((constant.factor, *places[0].found.other_factors), key=measure_distance)
     return tuple(replace(place, found=replace(place.found, factor=best)) for place in places)
 
 
 def _build_slots(role: str, places: Iterable[Location], weight: Weight, dtype: str) -> list[WeightSlot]:
-    """A slot for all ``places`` that hold the same of ``weight``, and one where there are none."""
+    """Build one slot for all ``places`` with equal content; one without a location if there are none."""
     groups: dict[tuple[Any, ...], list[Location]] = defaultdict(list)
     for place in places:
         groups[place.content].append(place)
@@ -214,53 +225,54 @@ def _build_slots(role: str, places: Iterable[Location], weight: Weight, dtype: s
 
 
 def map_rows(slots: Sequence[WeightSlot], step: Callable[[WeightSlot, int, int], _T]) -> dict[WeightSlot, list[_T]]:
-    """For each slot what ``step(slot, first, last)`` gives of its rows, some at a time, in order."""
+    """Call ``step(slot, first, last)`` for all rows of ``slots`` on all cores; return the results of each slot in the
+    order of its rows."""
     groups = defaultdict[object, list[WeightSlot]](list)
     for slot in slots:
         new = slot.new
         if isinstance(new, Stored) and new.cut is not None and not slot.needs_all_rows:
-            # Columns of the same rows of a file.
+            # Columns of the same rows of a file: read together.
             groups[new.path, new.tensor.offset, new.columns].append(slot)
         else:
             groups[slot].append(slot)
     tasks = [(group, *rows) for group in groups.values() for rows in group[0].list_row_ranges()]
 
-    def work(task: tuple[list[WeightSlot], int, int]) -> list[_T]:
+    def process(task: tuple[list[WeightSlot], int, int]) -> list[_T]:
         group, first, last = task
-        # NumPy copies scales that are spread over rows shorter than its buffers, which takes as long as multiplying by
-        # them; its buffers are the thread's own.
+        # NumPy copies scales that are broadcast over rows shorter than its buffer, which takes as long as multiplying
+        # by them. The buffer size is a setting of the thread.
         np.setbufsize(_SMALLEST_BUFFER)
         return [step(slot, first, last) for slot in group]
 
-    of_slot = {slot: list[_T]() for slot in slots}
-    for (group, *_), results in zip(tasks, on_all_cores(work, tasks), strict=True):
-        for slot, result in zip(group, results, strict=True):
-            of_slot[slot].append(result)
-    return of_slot
+    results = {slot: list[_T]() for slot in slots}
+    for (group, *_), results_of_group in zip(tasks, on_all_cores(process, tasks), strict=True):
+        for slot, result in zip(group, results_of_group, strict=True):
+            results[slot].append(result)
+    return results
 
 
 def are_equal(stored: Floats, wanted: Floats, dtype: str) -> bool:
-    """Whether ``stored``, as it is or rounded to ``dtype``, is ``wanted``, to the bit."""
+    """Whether ``stored``, unchanged or rounded to ``dtype``, equals ``wanted`` to the bit."""
     bits, rounding = wanted.reshape(-1).view(np.uint32), DTYPES[dtype]
     if np.array_equal(stored.reshape(-1).view(np.uint32), bits):
         return True
     try:
         rounded = rounding.widen(rounding.narrow(stored.reshape(-1), "a weight").tobytes())
-    except UnsupportedError:  # beyond the type, in which the other one is
+    except UnsupportedError:  # a number beyond the range of ``dtype``, in which all wanted ones are
         return False
     return np.array_equal(rounded.view(np.uint32), bits)
 
 
 def sum_squares(values: Floats) -> float:
-    """The sum of the squares of ``values``, which may overflow and vanish in float32."""
+    """Sum the squares of ``values``, in float64 if they overflow or vanish in float32."""
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         fast = float(np.dot(flat, flat))
     if 1e-20 < fast < 1e20:
         return fast
-    return float(np.einsum("i,i->", values.reshape(-1), values.reshape(-1), dtype=np.float64))
+    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
 
 
 def compute_relative_error(difference: float, size: float) -> float:
-    """Root mean square of a difference as a share of that of the weight, from sums of squares of both."""
+    """Return sqrt(``difference`` / ``size``), both sums of squares: the relative root mean square of a difference."""
     return math.sqrt(difference / size) if size else math.inf if difference else 0.0

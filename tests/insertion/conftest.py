@@ -1,4 +1,4 @@
-"""Checkpoints of the sample, and of the variants, to put back into them."""
+"""Checkpoints of the sample and of the variants, for insertion into them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ def exact(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a variant, in F32 and with codes; made once, and not to be changed."""
+def extracted_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a variant, in F32 and with codes; made once; tests must not change it."""
 
     @cache
-    def extracted(name: str) -> Path:
+    def extract_once(name: str) -> Path:
         return extract(variant(name), tmp_path_factory.mktemp(name) / "own", dtype="f32", codes=True).directory
 
-    return extracted
+    return extract_once
 
 
-def _rewritten(source: Path, out: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> Path:
-    """A copy of a checkpoint whose tensors are changed, by name: the floats alone, since codes beside them would be
-    others, and the record is of other weights."""
+def _copy_changed(source: Path, out: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> Path:
+    """Copy a checkpoint with changed floats, without its codes and its record, which would not match them."""
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(Path(CODES_FILE).parent.name, "extraction.json"))
     tensors = {key: change(key, old) for key, old in load_file(out / "model.safetensors").items()}
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
@@ -46,21 +45,21 @@ def _rewritten(source: Path, out: Path, change: Callable[[str, np.ndarray], np.n
 
 @pytest.fixture
 def changed(exact: Path, tmp_path: Path) -> Callable[[Changes], Path]:
-    """A copy of it with some tensors changed, by name."""
+    """Copies the exact checkpoint with some tensors changed, by name."""
 
     def change(changes: Changes, name: str = "changed", source: Path = exact) -> Path:
-        def new(key: str, old: np.ndarray) -> np.ndarray:
-            made = changes.get(key, old)
-            return np.asarray(made(old) if callable(made) else made, np.float32)
+        def change_tensor(key: str, old: np.ndarray) -> np.ndarray:
+            changed_tensor = changes.get(key, old)
+            return np.asarray(changed_tensor(old) if callable(changed_tensor) else changed_tensor, np.float32)
 
-        return _rewritten(source, tmp_path / name, new)
+        return _copy_changed(source, tmp_path / name, change_tensor)
 
     return change
 
 
 @pytest.fixture(scope="session")
 def noisy(exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It with every tensor a little different, as training leaves it."""
+    """The exact checkpoint with noise on every tensor, as after training."""
     rng = np.random.default_rng(3)
     out = tmp_path_factory.mktemp("noisy") / "out"
-    return _rewritten(exact, out, lambda _, old: (old * rng.uniform(0.9, 1.1, old.shape)).astype(np.float32))
+    return _copy_changed(exact, out, lambda _, old: (old * rng.uniform(0.9, 1.1, old.shape)).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Slots over their rows: what one pass finds is what float64 finds number by number, and what is read once is."""
+"""Slots: one pass over the rows finds what float64 finds number by number, and reads each row once."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Floats = npt.NDArray[np.float32]
 Moves = Callable[[Floats, Floats], Floats]
 
 
-def moved_by(steps: float) -> Moves:
-    """Every number, by up to so many of its steps."""
+def move_by(steps: float) -> Moves:
+    """Move every number by up to ``steps`` of its steps."""
     return lambda weight, step: weight + step * np.random.default_rng(0).uniform(-steps, steps, weight.shape)
 
 
-def one(weight: Floats, step: Floats) -> Floats:
-    """One number alone, the last."""
-    other = weight.copy()
-    other[-1, -1] += 2 * step[-1, -1]
-    return other
+def move_one(weight: Floats, step: Floats) -> Floats:
+    """Move the last number."""
+    moved = weight.copy()
+    moved[-1, -1] += 2 * step[-1, -1]
+    return moved
 
 
 MOVES: dict[str, Moves] = {
     "not at all": lambda weight, step: weight,
-    "a little": moved_by(0.3),
-    "further": moved_by(2.0),
-    "one": one,
+    "a little": move_by(0.3),
+    "further": move_by(2.0),
+    "one": move_one,
     "far": lambda weight, step: weight * np.float32(1e20),
     "to nothing": lambda weight, step: weight * np.float32(0),
 }
@@ -53,7 +53,7 @@ MOVES: dict[str, Moves] = {
 @pytest.fixture(scope="module")
 def places() -> Iterator[dict[str, Location]]:
     """Matrices with zero points, in blocks, in 2, 4 and 8 bits, with a factor folded in."""
-    found: dict[str, Location] = {}
+    locations: dict[str, Location] = {}
     with ExitStack() as stack:
         for name in ("torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_static8_mix48_kv8"):
             drafter = stack.enter_context(open_bundle(variant(name))).drafter()
@@ -63,31 +63,31 @@ def places() -> Iterator[dict[str, Location]]:
                     constant = place.constant
                     assert constant is not None
                     storage = constant.source.storage
-                    found.setdefault(f"{storage.type.name} {storage.kind}", place)
+                    locations.setdefault(f"{storage.type.name} {storage.kind}", place)
                     folded = replace(place, found=replace(role, factor=1.5))
-                    found.setdefault(f"{storage.type.name} with a factor", folded)
-        yield found
+                    locations.setdefault(f"{storage.type.name} with a factor", folded)
+        yield locations
 
 
-def weight_of(place: Location) -> Weight:
+def get_constant(place: Location) -> Weight:
     assert place.constant is not None
     return place.constant
 
 
-def judged(*slots: WeightSlot) -> RoleVerdict:
-    """Of one role that all of them hold."""
+def judge(*slots: WeightSlot) -> RoleVerdict:
+    """Compare ``slots``, which hold one role."""
     shape, places = slots[0].new.shape, tuple(place for slot in slots for place in slot.places)
     (verdict,) = compare_slots([RoleMatch("role", None, shape, places, list(slots), "")])
     return verdict
 
 
-def by_number(slot: WeightSlot, step: Floats) -> tuple[float, float, int]:
-    """The error, the largest distance in steps, and how many numbers lie further than half a step."""
-    held, given = slot.stored_weight.array().astype(np.float64), slot.new.array().astype(np.float64)
-    apart = np.where(given == held, 0.0, np.abs(given - held) / step)
-    slack = 0.5001 + DTYPES[slot.dtype].roundoff * np.abs(given) / step
-    error = np.sqrt(np.square(given - held).sum() / np.square(given).sum()) if given.any() else np.inf
-    return float(error), float(apart.max()), int((apart > slack).sum())
+def compare_numbers(slot: WeightSlot, step: Floats) -> tuple[float, float, int]:
+    """Return in float64 the error, the largest distance in steps, and the numbers that half a step does not explain."""
+    stored_weight, wanted = slot.stored_weight.array().astype(np.float64), slot.new.array().astype(np.float64)
+    distances = np.where(wanted == stored_weight, 0.0, np.abs(wanted - stored_weight) / step)
+    slack = 0.5001 + DTYPES[slot.dtype].roundoff * np.abs(wanted) / step
+    error = np.sqrt(np.square(wanted - stored_weight).sum() / np.square(wanted).sum()) if wanted.any() else np.inf
+    return float(error), float(distances.max()), int((distances > slack).sum())
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -99,18 +99,18 @@ def test_one_pass_finds_what_number_by_number_finds(
     for kind, place in places.items():
         if name == "far" and "blockwise" in kind:
             continue  # its scales are FP16, in which no such weight can be
-        held = weight_of(place)
-        weight, steps = held.array(), held.steps
+        stored_weight = get_constant(place)
+        weight, steps = stored_weight.array(), stored_weight.steps
         assert steps is not None
         step = np.broadcast_to(np.abs(np.repeat(steps.size, steps.block, axis=1)) / steps.factor, weight.shape)
         slot = WeightSlot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
-        found = judged(slot)
-        expected, most, outside = by_number(slot, step)
-        error = np.inf if found.error is None else found.error
+        verdict = judge(slot)
+        expected, most, outside = compare_numbers(slot, step)
+        error = np.inf if verdict.error is None else verdict.error
         assert error == pytest.approx(expected, rel=1e-4, abs=2e-5), kind
-        assert found.steps == pytest.approx(most, rel=1e-4, abs=1e-4), kind
-        assert found.verdict == (EQUAL if name == "not at all" else DIFFERENT if outside else HALF_STEP), kind
-        assert found.verdict != DIFFERENT or str(found.why).startswith(f"{outside} weights"), kind
+        assert verdict.steps == pytest.approx(most, rel=1e-4, abs=1e-4), kind
+        assert verdict.verdict == (EQUAL if name == "not at all" else DIFFERENT if outside else HALF_STEP), kind
+        assert verdict.verdict != DIFFERENT or str(verdict.why).startswith(f"{outside} weights"), kind
         (encoding,) = encode_slots([slot])["role"]
         assert encoding.how == KEPT if name == "not at all" else encoding.how == REQUANTIZED or not outside, kind
 
@@ -118,8 +118,8 @@ def test_one_pass_finds_what_number_by_number_finds(
 def test_rows_that_both_scales_hold_keep_the_files(places: dict[str, Location]) -> None:
     """Numbers that are 0 or three steps: those steps, and sevenths of the largest, store them exactly."""
     place = places["INT4 per_channel"]
-    steps = weight_of(place).steps.size
-    signs = np.random.default_rng(0).integers(-1, 2, weight_of(place).shape)
+    steps = get_constant(place).steps.size
+    signs = np.random.default_rng(0).integers(-1, 2, get_constant(place).shape)
     signs[:, 0] = 1
     slot = WeightSlot("role", (place,), of_array((3 * steps * signs).astype(np.float32)), "f32")
     (encoding,) = encode_slots([slot])["role"]
@@ -129,37 +129,37 @@ def test_rows_that_both_scales_hold_keep_the_files(places: dict[str, Location]) 
 
 @pytest.fixture
 def tables(places: dict[str, Location], tmp_path: Path) -> list[WeightSlot]:
-    """Constants of one shape, and what they are to hold side by side in a file: the first its own, the others more."""
+    """Constants of one shape, and new weights that are columns of one tensor: for the first unchanged."""
     shape = next(place.found.shape for place in places.values() if place.found.shape[1] % 32 == 0)
     chosen = [place for place in places.values() if place.found.shape == shape]
     assert len(chosen) > 2
-    beside = np.concatenate([weight_of(place).array() for place in chosen], axis=1)
+    beside = np.concatenate([get_constant(place).array() for place in chosen], axis=1)
     beside[:, shape[1] :] *= np.float32(1.01)
     path, data = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
     path.write_bytes(data)
-    whole = Stored(path, StoredTensor("BF16", beside.shape, 0, len(data)))
+    table = Stored(path, StoredTensor("BF16", beside.shape, 0, len(data)))
     columns = [(at * shape[1], (at + 1) * shape[1]) for at in range(len(chosen))]
-    beside_each_other = [replace(place, columns=own) for place, own in zip(chosen, columns, strict=True)]
-    (match,) = match_roles({"table": tuple(beside_each_other)}, {"table": whole}, "bf16")
+    beside_each_other = [replace(place, columns=range_) for place, range_ in zip(chosen, columns, strict=True)]
+    (match,) = match_roles({"table": tuple(beside_each_other)}, {"table": table}, "bf16")
     return match.slots
 
 
 def test_rows_that_several_tables_are_columns_of_are_read_once(
     tables: list[WeightSlot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared, decided, encoded and checked: as often for all as for one, with what one by one gives."""
+    """Comparing and encoding all tables reads each row as often as for one, and gives the same."""
     read: list[int] = []
-    real = stored.read_rows
-    monkeypatch.setattr(stored, "read_rows", lambda *given: read.append(given[3] - given[2]) or real(*given))
+    read_rows = stored.read_rows
+    monkeypatch.setattr(stored, "read_rows", lambda *rows: read.append(rows[3] - rows[2]) or read_rows(*rows))
 
-    def counted(of: Callable[[], object]) -> int:
+    def count_rows(action: Callable[[], object]) -> int:
         read.clear()
-        of()
+        action()
         return sum(read)
 
     fresh = [replace(slot, new=copy(slot.new)) for slot in tables]
-    assert counted(lambda: judged(*fresh)) == fresh[0].new.rows
-    assert counted(lambda: encode_slots(fresh[1:])) <= counted(lambda: encode_slots(fresh[-1:]))
+    assert count_rows(lambda: judge(*fresh)) == fresh[0].new.rows
+    assert count_rows(lambda: encode_slots(fresh[1:])) <= count_rows(lambda: encode_slots(fresh[-1:]))
     together, alone = encode_slots(fresh)["table"], [encode_slots([slot])["table"][0] for slot in fresh]
     assert {encoding.how for encoding in together} == {KEPT, REQUANTIZED}
     for ours, theirs in zip(together, alone, strict=True):

@@ -1,4 +1,4 @@
-"""``mtp-insert`` as a user meets it. What is left of it when it is stopped: ``tests/test_places.py``."""
+"""``mtp-insert`` as a user sees it. Interruptions: ``tests/test_places.py``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NEW = "new.litertlm"
 
 
 def test_what_is_done_is_said_before_it_is_written(sample: Path, noisy: Path, tmp_path: Path) -> None:
-    dry = run(noisy, sample, "--dry-run")
-    assert (dry.returncode, dry.stderr) == (0, "")
-    assert "lm_head                       INT4     requantized" in dry.stdout
-    assert "final_norm                    FLOAT32  floats       0" in dry.stdout
-    assert dry.stdout.endswith("\nNothing was written.\n")
+    dry_run = run(noisy, sample, "--dry-run")
+    assert (dry_run.returncode, dry_run.stderr) == (0, "")
+    assert "lm_head                       INT4     requantized" in dry_run.stdout
+    assert "final_norm                    FLOAT32  floats       0" in dry_run.stdout
+    assert dry_run.stdout.endswith("\nNothing was written.\n")
     assert list(tmp_path.iterdir()) == []
-    done = run(noisy, sample, "-o", tmp_path / NEW)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(dry.stdout.removesuffix("Nothing was written.\n"))
-    assert "its drafter was read back and compared" in done.stdout
-    assert "every number of every tensor" in done.stdout
+    process = run(noisy, sample, "-o", tmp_path / NEW)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.startswith(dry_run.stdout.removesuffix("Nothing was written.\n"))
+    assert "its drafter was read back and compared" in process.stdout
+    assert "every number of every tensor" in process.stdout
     assert [p.name for p in tmp_path.iterdir()] == [NEW]
 
 
@@ -39,16 +39,16 @@ def test_as_json(sample: Path, exact: Path, tmp_path: Path) -> None:
 
 
 def test_packed_weights_of_an_older_file(sample: Path, exact: Path, tmp_path: Path) -> None:
-    """A cache beside the new file is pointed out."""
+    """A note names a cache beside the new file."""
     (tmp_path / f"{NEW}_1700000000_123.mtp_drafter.xnnpack_cache").touch()
     out = run(exact, sample, "-o", tmp_path / NEW).stdout
     assert f"Note: Delete {NEW}_1700000000_123" in out and "the runtime packed them from an older file" in out
 
 
 def test_a_base_is_not_loaded_for_a_graph_without_static_activations(sample: Path, exact: Path, tmp_path: Path) -> None:
-    """What is given is there, all the same."""
-    done = run(exact, sample, "--base", tmp_path, "--dry-run")
-    assert "no static activations: nothing was calibrated" in done.stdout
+    """But the argument is checked."""
+    process = run(exact, sample, "--base", tmp_path, "--dry-run")
+    assert "no static activations: nothing was calibrated" in process.stdout
     for checkpoint in (exact, sample_base()):
         refused = run(checkpoint, sample, "--base", "nowhere", "--dry-run")
         assert (refused.returncode, refused.stdout) == (1, "")

@@ -1,4 +1,4 @@
-"""The way back: what was extracted gives the same bundle, what was changed is in the new one, and nothing else is."""
+"""Insertion of a drafter: an extracted checkpoint gives the same bundle; a changed one changes its weights alone."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mtp_extract.insertion.run import planned_insertion
 from mtp_extract.litertlm.tflite import TensorType
 from mtp_extract.pipeline.extraction import checkpoint_of
 
-# Tests of one variant share its checkpoint, and so a process.
+# Tests of one variant run in one process, because they share its checkpoint.
 NAMES = sorted(set(VARIANTS) - REFUSED)
-MADE = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
+PARAMS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NAMES]
 CODED = ("torch_blockwise32", "torch_folded_softcap", "torch_asymmetric", "torch_int2")
 EXACT = {"dtype": "f32", "codes": True}
 HEAD = "model.embed_tokens.weight"
@@ -43,14 +43,14 @@ def insert(source: Path, into: Path, out: Path, **options: Any) -> tuple[Inserti
         return plan, plan.write(out)
 
 
-def floats_of(path: Path) -> dict[str, np.ndarray]:
-    """Role → what the drafter at ``path`` holds."""
+def read_floats(path: Path) -> dict[str, np.ndarray]:
+    """Role → weight of the drafter at ``path``."""
     with open_bundle(path) as opened:
         return {role: tensor.array() for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
 
 
-def hows(plan: InsertionPlan) -> set[str]:
-    return {encoding.how for own in plan.encodings.values() for encoding in own}
+def list_encodings(plan: InsertionPlan) -> set[str]:
+    return {encoding.how for of_role in plan.encodings.values() for encoding in of_role}
 
 
 @pytest.mark.parametrize("options", [EXACT, {"dtype": "bf16"}, {"dtype": "f16"}], ids=["f32+codes", "bf16", "f16"])
@@ -58,23 +58,23 @@ def test_an_untouched_checkpoint_gives_the_same_bundle(sample: Path, tmp_path: P
     source = extract(sample, tmp_path / "out", **options).directory
     plan, result = insert(source, sample, tmp_path / "new.litertlm")
     assert filecmp.cmp(sample, tmp_path / "new.litertlm", shallow=False)
-    assert hows(plan) == {"kept"}
+    assert list_encodings(plan) == {"kept"}
     assert result.proof is not None and result.proof["positions"]
 
 
 @pytest.mark.parametrize("layout", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
-@pytest.mark.parametrize("name", [made for made in MADE if made.values[0] in CODED])
+@pytest.mark.parametrize("name", [param for param in PARAMS if param.values[0] in CODED])
 def test_integers_come_back_from_every_format(
-    name: str, layout: str, own: Callable[[str], Path], tmp_path: Path
+    name: str, layout: str, extracted_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Scales that GGUF rounds to FP16 are those of the file, and so are those with a folded factor divided out."""
-    source = convert(own(name), tmp_path / "out", format=layout).directory
+    source = convert(extracted_variant(name), tmp_path / "out", format=layout).directory
     insert(source, variant(name), tmp_path / "new.tflite")
     assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
 
 
 def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
-    """One code is another, as training on the grid leaves it; BF16 floats alone could not say which."""
+    """Training on the grid changed one code, which BF16 floats alone could not tell."""
     source = extract(sample, tmp_path / "out", dtype="bf16", codes=True).directory
     codes, floats = source / CODES_FILE, source / "model.safetensors"
     tensors, weights = load_file(codes), safetensors.torch.load_file(floats)
@@ -94,26 +94,28 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     assert after[3, 5] == changed
 
 
-ROUNDED = [*((made, "f32") for made in NAMES), *((made, "bf16") for made in STORED)]
+ROUNDED = [*((name, "f32") for name in NAMES), *((name, "bf16") for name in STORED)]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [pytest.param(*both, marks=pytest.mark.xdist_group(both[0])) for both in ROUNDED]
 )
-def test_an_untouched_variant(name: str, dtype: str, own: Callable[[str], Path], tmp_path: Path) -> None:
-    source = own(name)
+def test_an_untouched_variant(name: str, dtype: str, extracted_variant: Callable[[str], Path], tmp_path: Path) -> None:
+    source = extracted_variant(name)
     if dtype == "bf16":
         source = convert(source, tmp_path / "out", format="transformers", dtype=dtype).directory
     plan, _ = insert(source, variant(name), tmp_path / "new.tflite")
-    assert hows(plan) == {"kept"}
+    assert list_encodings(plan) == {"kept"}
     assert filecmp.cmp(variant(name), tmp_path / "new.tflite", shallow=False)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_a_changed_variant(name: str, own: Callable[[str], Path], changed: Callable[..., Path], tmp_path: Path) -> None:
-    """Every matrix and every vector of it is another; the file holds them as well as its types can."""
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_changed_variant(
+    name: str, extracted_variant: Callable[[str], Path], changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every matrix and vector changes; the file holds them as precisely as its types allow."""
     rng = np.random.default_rng(1)
-    weights = load_file(own(name) / "model.safetensors")
+    weights = load_file(extracted_variant(name) / "model.safetensors")
     folded = any(word in name for word in ("unit", "noscalar", "april"))
     shared: dict[bytes, np.ndarray] = {}
     for key, tensor in weights.items():
@@ -122,13 +124,13 @@ def test_a_changed_variant(name: str, own: Callable[[str], Path], changed: Calla
         # Roles that share a constant stay equal, and so do the numbers of a vector that the file stores as one.
         factors = rng.uniform(0.9, 1.1, tensor.shape if np.ptp(tensor) else 1)
         weights[key] = shared.setdefault(tensor.tobytes(), (tensor * factors).astype(np.float32))
-    plan, _ = insert(changed(weights, source=own(name)), variant(name), tmp_path / "new.tflite")
-    assert "requantized" in hows(plan)
+    plan, _ = insert(changed(weights, source=extracted_variant(name)), variant(name), tmp_path / "new.tflite")
+    assert "requantized" in list_encodings(plan)
     assert (tmp_path / "new.tflite").stat().st_size == variant(name).stat().st_size
     worst = {"INT8": 0.02, "INT4": 0.2, "INT2": 0.9, "UINT8": 0.02, "FLOAT32": 0.0, "FLOAT16": 1e-3}
-    for encoding in (encoding for own in plan.encodings.values() for encoding in own):
+    for encoding in (encoding for of_role in plan.encodings.values() for encoding in of_role):
         assert encoding.error <= worst[encoding.storage.type.name], encoding.slot.role
-    written = floats_of(tmp_path / "new.tflite")
+    written = read_floats(tmp_path / "new.tflite")
     names = {role.name: role.names["transformers"] for role in roles_of(len(weights)) if role.kind != MATRIX}
     vectors = [] if folded else [role for role in written if role in names]
     assert folded or len(vectors) > 10
@@ -136,7 +138,7 @@ def test_a_changed_variant(name: str, own: Callable[[str], Path], changed: Calla
 
 
 def test_nothing_but_the_drafter_changes(sample: Path, noisy: Path, tmp_path: Path) -> None:
-    """And it changes as it does in a model by itself."""
+    """In a bundle the drafter changes as in a bare model."""
     out, bare = tmp_path / "new.litertlm", tmp_path / "drafter.tflite"
     insert(noisy, sample, out)
     old, new = parts_of(sample), parts_of(out)
@@ -146,7 +148,7 @@ def test_nothing_but_the_drafter_changes(sample: Path, noisy: Path, tmp_path: Pa
     assert [tensor.type for tensor in before] == [tensor.type for tensor in after]
     bare.write_bytes(drafter_of(sample))
     plan, _ = insert(noisy, bare, tmp_path / "new.tflite")
-    assert "requantized" in hows(plan)
+    assert "requantized" in list_encodings(plan)
     assert (tmp_path / "new.tflite").read_bytes() == drafter_of(out)
     assert new[-1].items.items() >= DRAFTER.items()
 
@@ -161,22 +163,22 @@ def test_codes_go_in_as_they_are(sample: Path, extracted: Path, tmp_path: Path) 
             tensor.type = TensorType.INT8
     wide.write_bytes(bundle([*others, replace(last, data=pack(model))]))
     plan, _ = insert(extracted, wide, tmp_path / "new.litertlm")
-    assert hows(plan) == {"kept", "codes"}
-    mine, theirs = floats_of(tmp_path / "new.litertlm"), floats_of(sample)
+    assert list_encodings(plan) == {"kept", "codes"}
+    mine, theirs = read_floats(tmp_path / "new.litertlm"), read_floats(sample)
     assert all(np.array_equal(mine[role], theirs[role]) for role in theirs)
 
 
-def one_tensor(model: Any, first: int, second: int) -> bytes:
+def merge_tensors(model: Any, first: int, second: int) -> bytes:
     graph = model.subgraphs[0]
     for op in graph.operators:
         op.inputs = [first if index == second else index for index in op.inputs]
-    # Nothing reads it any more: what is left of it is no constant.
+    # Nothing reads the tensor any more, so it must not be a constant.
     graph.tensors[second].buffer = 0
     return pack(model)
 
 
-def overlapping(model: Any, first: int, second: int) -> bytes:
-    """The second begins inside of the first, as no converter has it."""
+def overlap_buffers(model: Any, first: int, second: int) -> bytes:
+    """Let the second begin inside the first, which no converter does."""
     tensors, packed = model.subgraphs[0].tensors, bytes(1 << 20)
     elements = int(np.prod(tensors[first].shape))
     for _ in range(2):
@@ -187,21 +189,21 @@ def overlapping(model: Any, first: int, second: int) -> bytes:
     return packed + np.linspace(1, 2, elements + 4, dtype=np.float32).tobytes()
 
 
-@pytest.mark.parametrize(("share", "apart"), [(one_tensor, 0), (overlapping, 4)])
+@pytest.mark.parametrize(("share", "offset"), [(merge_tensors, 0), (overlap_buffers, 4)])
 def test_shared_constants_are_not_taken_apart(
-    share: Callable[[Any, int, int], bytes], apart: int, sample: Path, exact: Path, noisy: Path, tmp_path: Path
+    share: Callable[[Any, int, int], bytes], offset: int, sample: Path, exact: Path, noisy: Path, tmp_path: Path
 ) -> None:
-    """The q norms of layers 0 and 1 have numbers in common: they stay, or the insertion is refused."""
+    """The q norms of layers 0 and 1 share bytes: an insertion that changes them differently is refused."""
     *others, last = parts_of(sample)
     with open_bundle(sample) as opened:
         roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
     merged = tmp_path / "merged.litertlm"
     data = share(load(last.data), *(roles[f"layers.{i}.q_norm"].index for i in (0, 1)))
     merged.write_bytes(bundle([*others, replace(last, data=data)]))
-    first, second = (floats_of(merged)[f"layers.{i}.q_norm"] for i in (0, 1))
-    assert np.array_equal(first[apart:], second[: second.size - apart])
+    first, second = (read_floats(merged)[f"layers.{i}.q_norm"] for i in (0, 1))
+    assert np.array_equal(first[offset:], second[: second.size - offset])
 
-    source = extract(merged, tmp_path / "same", dtype="f32" if apart else "bf16").directory
+    source = extract(merged, tmp_path / "same", dtype="f32" if offset else "bf16").directory
     insert(source, merged, tmp_path / "same.litertlm")
     assert filecmp.cmp(merged, tmp_path / "same.litertlm", shallow=False)
 
@@ -220,7 +222,7 @@ def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: P
     plan, _ = insert(noisy, bare, tmp_path / "noisy.litertlm", graph_from=sample)
     assert plan.added
     np.testing.assert_array_equal(
-        floats_of(tmp_path / "noisy.litertlm")["final_norm"],
+        read_floats(tmp_path / "noisy.litertlm")["final_norm"],
         load_file(noisy / "model.safetensors")["model.norm.weight"],
     )
     gguf = convert(exact, tmp_path / "gguf", format="gguf").directory
@@ -231,7 +233,7 @@ def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: P
 
 
 @pytest.mark.parametrize(
-    ("signature", "name", "shape", "said"),
+    ("signature", "name", "shape", "message"),
     [
         ("verify", "activations", None, "no signatures decode and verify that both have an output 'activations'"),
         ("decode", "kv_cache_k_3", None, "kv_cache_k_3 is missing in the base and FLOAT32 [1, 2, 256, 64]"),
@@ -240,68 +242,65 @@ def test_a_drafter_taken_out_and_added_again(sample: Path, exact: Path, noisy: P
     ],
 )
 def test_a_base_that_the_runtime_would_fail_with(
-    signature: str, name: str, shape: list[int] | None, said: str, sample: Path, tmp_path: Path
+    signature: str, name: str, shape: list[int] | None, message: str, sample: Path, tmp_path: Path
 ) -> None:
-    """An output is missing, or has another shape: that is the only reason that is given.
-
-    Where the bundle has a drafter already, that it did not fit is said, and not what a runtime made of it.
-    """
+    """A missing output or another shape is the only reason given; for a bundle with a drafter it is a note."""
     *others, last, drafter = parts_of(sample)
     model = load(last.data)
-    own = next(one for one in model.signatureDefs if one.signatureKey == signature.encode())
-    output = next(one for one in own.outputs if one.name == name.encode())
+    definition = next(entry for entry in model.signatureDefs if entry.signatureKey == signature.encode())
+    output = next(entry for entry in definition.outputs if entry.name == name.encode())
     if shape is None:
-        own.outputs.remove(output)
+        definition.outputs.remove(output)
     else:
-        model.subgraphs[own.subgraphIndex].tensors[output.tensorIndex].shape = shape
+        model.subgraphs[definition.subgraphIndex].tensors[output.tensorIndex].shape = shape
     base = tmp_path / "base.litertlm"
     parts = [*others, replace(last, data=pack(model))]
     base.write_bytes(bundle([*parts, drafter]))
     with planned_insertion(sample, base) as planned:
         (note,) = planned.notes
-    assert note.startswith("In this bundle drafter and base did not fit before, and do not now: ") and said in note
+    assert note.startswith("In this bundle drafter and base did not fit before, and do not now: ") and message in note
     base.write_bytes(bundle(parts))
-    with pytest.raises(PairError, match=re.escape(said)) as raised:
+    with pytest.raises(PairError, match=re.escape(message)) as raised:
         insert(sample, base, tmp_path / "new.litertlm")
     assert ";" not in str(raised.value)
     assert not (tmp_path / "new.litertlm").exists()
 
 
 def test_what_was_folded_away_cannot_change(
-    own: Callable[[str], Path], changed: Callable[..., Path], tmp_path: Path
+    extracted_variant: Callable[[str], Path], changed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Layer scalars of 1 and norms of ones have no constant: they stay so, or the insertion is refused by name."""
+    """Layer scalars of 1 have no constant: a change is refused by name."""
     into = variant("jax_published_noscalar")
-    source = changed({"model.layers.1.layer_scalar": np.array([0.5])}, source=own(into.stem))
+    source = changed({"model.layers.1.layer_scalar": np.array([0.5])}, source=extracted_variant(into.stem))
     with pytest.raises(UnsupportedError, match=r"layers\.1\.layer_scalar: the graph multiplies by nothing"):
         insert(source, into, tmp_path / "new.tflite")
     assert not (tmp_path / "new.tflite").exists()
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("rms_norm_eps", 1e-5, "rms_norm_eps 1e-06 instead of 1e-05"),
         ("vocab_size", 504, "vocab_size 512 instead of 504"),
     ],
 )
-def test_another_geometry(key: str, value: float, said: str, sample: Path, changed: Callable[..., Path]) -> None:
+def test_another_geometry(key: str, value: float, message: str, sample: Path, changed: Callable[..., Path]) -> None:
     source = changed({HEAD: lambda head: head[:504]} if key == "vocab_size" else {})
     config = json.loads((source / "config.json").read_text())
     (config if key in config else config["text_config"])[key] = value
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PairError, match=said), planned_insertion(source, sample):
+    with pytest.raises(PairError, match=message), planned_insertion(source, sample):
         pass
 
 
 def test_a_soft_cap_that_the_checkpoint_has_not(sample: Path, changed: Callable[..., Path]) -> None:
-    """Google's own assistants say none: the graph's stays, and a note says so."""
+    """Google's assistants state none: the graph's stays, and a note says so."""
     source = changed({})
     config = source / "config.json"
     config.write_text(config.read_text().replace('"final_logit_softcapping": 30.0', '"final_logit_softcapping": null'))
     with planned_insertion(source, sample) as plan:
         assert any("soft cap (30.0) stays" in note for note in plan.notes)
-        assert hows(plan) == {"kept"}
+        assert list_encodings(plan) == {"kept"}
 
 
 def test_a_section_without_a_drafter_gets_none(sample: Path) -> None:
@@ -328,7 +327,7 @@ def test_values_that_cannot_be_stored_are_refused_in_the_plan(
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("name", FORMATS)
 def test_int2_in_blocks_goes_back_as_it_was(tmp_path: Path, name: str, block: int) -> None:
-    """A row of 256 in blocks of 128 has as many scales in all as columns: they were taken for those of columns."""
+    """Blocks whose number of scales equals the number of columns were once read as columns."""
     path = tmp_path / "blocks.tflite"
     path.write_bytes(blockwise_int2(block, zeros=True))
     try:

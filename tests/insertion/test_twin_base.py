@@ -1,5 +1,5 @@
-"""A base into a bundle that is built as Google's are: read with every factor where an exporter may put it, stored with
-the scales that were trained, and refused where that loses too much."""
+"""A base and a bundle built like Google's: every factor is found wherever an exporter puts it, trained scales are kept,
+and an insertion that loses too much is refused."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ _FEW_BITS = (Packing(2, signed=True), Packing(4, signed=True))
 HALF, ROOT = 2**-0.5, 16**0.5
 
 
-def compared(bundle: Path, base: Path) -> BaseComparison:
+def compare(bundle: Path, base: Path) -> BaseComparison:
     with open_bundle(bundle) as opened:
         return compare_base(opened, base)
 
 
-def put(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
+def insert_base(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
     with planned_insertion(base, bundle) as plan:
         plan.write(out, **options)
     return out
@@ -64,9 +64,9 @@ def put(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
 @pytest.mark.parametrize("form", ["f32", "bf16", "mobile"])
 def test_its_base_is_equal_in_every_form_and_changes_no_byte(tmp_path: Path, form: str) -> None:
     base = MOBILE if form == "mobile" else twin_base(tmp_path / "base", dtype="" if form == "f32" else form)
-    assert compared(TWIN, base).counts == {EQUAL: 130}
+    assert compare(TWIN, base).counts == {EQUAL: 130}
     with planned_insertion(base, TWIN) as plan:
-        assert {each.how for own in plan.encodings.values() for each in own} == {KEPT}
+        assert {encoding.how for of_role in plan.encodings.values() for encoding in of_role} == {KEPT}
         assert plan.losses.roles == {}
         plan.write(tmp_path / "new.litertlm")
     assert (tmp_path / "new.litertlm").read_bytes() == TWIN.read_bytes()
@@ -91,17 +91,17 @@ ROOTS = {
 @pytest.mark.parametrize("where", ROOTS)
 def test_a_root_is_found_wherever_it_stands(tmp_path: Path, where: str) -> None:
     bundle, base = edited_twin(tmp_path / "b.litertlm", **ROOTS[where]), twin_base(tmp_path / "base")
-    assert compared(bundle, base).counts == {EQUAL: 130}
-    assert put(base, bundle, tmp_path / "same.litertlm").read_bytes() == bundle.read_bytes()
-    new = put(twin_base(tmp_path / "tuned", tuned), bundle, tmp_path / "new.litertlm")
-    assert compared(new, tmp_path / "tuned").problem is None
+    assert compare(bundle, base).counts == {EQUAL: 130}
+    assert insert_base(base, bundle, tmp_path / "same.litertlm").read_bytes() == bundle.read_bytes()
+    new = insert_base(twin_base(tmp_path / "tuned", tuned), bundle, tmp_path / "new.litertlm")
+    assert compare(new, tmp_path / "tuned").problem is None
 
     def size(path: Path) -> float:
-        """Of the projection as it is stored, read by the schema alone."""
+        """Norm of the stored projection, read by the published schema."""
         model = decoder_of(path)
-        found = next(t for t in model.subgraphs[0].tensors if t.name.decode().startswith(PROJECTION))
-        codes = np.frombuffer(bytes(model.buffers[found.buffer].data), np.int8).reshape(128, 64)
-        return float(np.linalg.norm(codes * found.quantization.scale[:, None]))
+        matrix = next(t for t in model.subgraphs[0].tensors if t.name.decode().startswith(PROJECTION))
+        codes = np.frombuffer(bytes(model.buffers[matrix.buffer].data), np.int8).reshape(128, 64)
+        return float(np.linalg.norm(codes * matrix.quantization.scale[:, None]))
 
     assert size(new) == pytest.approx(size(bundle), rel=0.01)
 
@@ -109,7 +109,7 @@ def test_a_root_is_found_wherever_it_stands(tmp_path: Path, where: str) -> None:
 def test_a_root_that_is_none_is_refused(tmp_path: Path) -> None:
     bundle = edited_twin(tmp_path / "b.litertlm", prefill_decode=number(ROOT, 3))
     with pytest.raises(MtpExtractError, match="per_layer_projection_norm: expected its result to be added"):
-        compared(bundle, MOBILE)
+        compare(bundle, MOBILE)
 
 
 def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,25 +138,25 @@ def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None
     assert max(loss.relative_rms_error for loss in losses.roles.values()) < 0.022
     assert losses.total.relative_change == pytest.approx(0.02, abs=0.001)
     assert "Most of what the checkpoint changes is rounded away" in losses.warning
-    found = compared(out, base)
-    assert found.problem is None and max(role.error or 0 for role in found.roles) < 0.05
+    comparison = compare(out, base)
+    assert comparison.problem is None and max(role.error or 0 for role in comparison.roles) < 0.05
     with open_bundle(out) as opened:
         matches = list(match_roles(find_base(opened).places, read_base(base).weights))
-    # One way in all signatures: a slot for each role, and for each of the eight tables.
+    # All signatures agree: one slot for each role, except for the eight tables.
     assert {len(match.slots) for match in matches if match.role != "embed_tokens_per_layer"} == {1}
-    # Putting it in again is no change, and what was there comes back to the bit.
+    # Inserting it again changes nothing; inserting the old base restores it to the bit.
     with planned_insertion(base, out) as plan:
         assert plan.overlays == ()
     with planned_insertion(MOBILE, out) as plan:
-        hows = {each.how for role, own in plan.encodings.items() for each in own if role != PROJECTION}
+        hows = {encoding.how for role, of_role in plan.encodings.items() for encoding in of_role if role != PROJECTION}
         assert hows == {KEPT, AS_CODES}
         plan.write(tmp_path / "back.litertlm")
-    counts = compared(tmp_path / "back.litertlm", MOBILE).counts
+    counts = compare(tmp_path / "back.litertlm", MOBILE).counts
     assert counts[EQUAL] == 129  # but for the projection, whose floats have no codes
 
 
-def _held(bundle: Path, base: Path) -> Weights:
-    """What ``bundle`` holds of the tensors of ``base``, in floats."""
+def read_stored_weights(bundle: Path, base: Path) -> Weights:
+    """Read the tensors of ``base`` from ``bundle``, in floats."""
     weights = Weights()
     with open_bundle(bundle) as opened:
         for match in match_roles(find_base(opened).places, read_base(base).weights):
@@ -167,35 +167,37 @@ def _held(bundle: Path, base: Path) -> Weights:
 
 
 def test_what_a_bundle_computes_is_what_it_holds_of_a_tuned_base(tmp_path: Path) -> None:
-    """Google's interpreter beside transformers: with what was put in as with what was there. What is lost against the
-    tuned base itself, rounding lost, and no other scales would have lost less."""
+    """Google's interpreter agrees with transformers on the new weights as on the old ones. Only rounding loses part of
+    the tuned base: other scales would lose as much."""
     base = twin_base(tmp_path / "tuned", tuned)
-    new = put(base, TWIN, tmp_path / "new.litertlm")
+    new = insert_base(base, TWIN, tmp_path / "new.litertlm")
     wanted = floats()
     tuned(wanted)
-    held = _held(new, base)
+    stored = read_stored_weights(new, base)
     texts = np.random.default_rng(11).integers(3, 512, (4, 40))
 
     def correlation(bundle: Path, weights: Weights) -> float:
         pairs = [(logits_of_google(bundle, text), logits_of_transformers(weights, text)) for text in texts]
-        return float(np.mean([np.corrcoef(one.ravel(), other.ravel())[0, 1] for one, other in pairs]))
+        return float(np.mean([np.corrcoef(google.ravel(), ours.ravel())[0, 1] for google, ours in pairs]))
 
-    before, after = correlation(TWIN, floats()), correlation(new, held)
+    before, after = correlation(TWIN, floats()), correlation(new, stored)
     assert before > 0.93 and after > before - 0.01
 
     with planned_insertion(base, TWIN) as plan:
         encodings = {role: of_role for role, of_role in plan.encodings.items() if role.startswith("layers.5.")}
-    few_bits = [each for of_role in encodings.values() for each in of_role if each.storage.packing in _FEW_BITS]
+    few_bits = [
+        encoding for of_role in encodings.values() for encoding in of_role if encoding.storage.packing in _FEW_BITS
+    ]
     assert len(few_bits) == 5
     for encoding in few_bits:
         name = encoding.slot.new.name
-        least = _least_loss(wanted[name], encoding.scales.scale, encoding.storage.bounds)
-        assert np.square(held[name] - wanted[name]).sum() < 1.05 * least.sum(), name
+        least = compute_least_loss(wanted[name], encoding.scales.scale, encoding.storage.bounds)
+        assert np.square(stored[name] - wanted[name]).sum() < 1.05 * least.sum(), name
 
 
-def _least_loss(weight: np.ndarray, scale: np.ndarray, bounds: tuple[int, int]) -> np.ndarray:
-    """Of each row the least sum of squares that nearest codes lose, over scales around ``scale``, each moved to where
-    its codes lose least."""
+def compute_least_loss(weight: np.ndarray, scale: np.ndarray, bounds: tuple[int, int]) -> np.ndarray:
+    """Return the least sum of squares that each row can lose, over scales around ``scale`` and the best scale for their
+    codes."""
     least = np.full(len(weight), np.inf)
     for factor in np.linspace(0.6, 1.4, 161):
         codes = np.clip(np.rint(weight / (factor * scale[:, None])), *bounds)
@@ -204,8 +206,8 @@ def _least_loss(weight: np.ndarray, scale: np.ndarray, bounds: tuple[int, int]) 
     return least
 
 
-def _stretched(weights: Weights) -> None:
-    """Rows with one number that is far beyond the scale that was trained, and rows as they were."""
+def stretch_rows(weights: Weights) -> None:
+    """Give every second row one number far beyond its trained scale."""
     weight = weights[f"{PREFIX}layers.5.mlp.down_proj.weight"]
     weight[::2] = 0
     weight[::2, 3] = 40
@@ -213,7 +215,7 @@ def _stretched(weights: Weights) -> None:
 
 def test_a_row_that_the_old_scale_serves_badly_gets_the_rules(tmp_path: Path) -> None:
     role = "layers.5.down_proj"
-    with planned_insertion(twin_base(tmp_path / "base", _stretched), TWIN) as plan:
+    with planned_insertion(twin_base(tmp_path / "base", stretch_rows), TWIN) as plan:
         (encoding,) = plan.encodings[role]
         before = encoding.slot.stored_constant.source.scale.reshape(-1)
         assert encoding.how == REQUANTIZED
@@ -221,7 +223,7 @@ def test_a_row_that_the_old_scale_serves_badly_gets_the_rules(tmp_path: Path) ->
         assert plan.losses.roles.get(role) is None or plan.losses.roles[role].relative_rms_error < 1e-6
 
 
-def _floats_of_no_grid(weights: Weights) -> None:
+def replace_by_noise(weights: Weights) -> None:
     weight = weights[f"{PREFIX}layers.6.mlp.up_proj.weight"]
     weights[f"{PREFIX}layers.6.mlp.up_proj.weight"] = (
         np.random.default_rng(0).standard_normal(weight.shape).astype(np.float32) * weight.std()
@@ -229,38 +231,38 @@ def _floats_of_no_grid(weights: Weights) -> None:
 
 
 def test_a_base_that_would_lose_a_tenth_of_a_role_is_refused(tmp_path: Path) -> None:
-    base, new = twin_base(tmp_path / "base", _floats_of_no_grid), tmp_path / "new.litertlm"
+    base, new = twin_base(tmp_path / "base", replace_by_noise), tmp_path / "new.litertlm"
     with pytest.raises(UnsupportedError, match=r"lose more than 10% of 1 roles: layers\.6\.up_proj \d\d\.") as raised:
-        put(base, TWIN, new)
+        insert_base(base, TWIN, new)
     assert raised.value.remedies == ("force",) and not new.exists()
-    done = run_here("insert", base, TWIN, "--dry-run")
-    assert done.returncode == 1 and "most: layers.6.up_proj" in done.stdout and "(--force)" in done.stderr
-    done = run_here("insert", base, TWIN, "-o", new, "--force", "--json")
-    assert done.returncode == 0 and new.exists()
-    report = json.loads(done.stdout)
+    process = run_here("insert", base, TWIN, "--dry-run")
+    assert process.returncode == 1 and "most: layers.6.up_proj" in process.stdout and "(--force)" in process.stderr
+    process = run_here("insert", base, TWIN, "-o", new, "--force", "--json")
+    assert process.returncode == 0 and new.exists()
+    report = json.loads(process.stdout)
     loss = report["loss"]["roles"]["layers.6.up_proj"]
     assert 0.2 < loss["relative_rms_error"] < 0.9 and loss["relative_change"] > 1
     assert report["loss"]["total"]["relative_rms_error"] == pytest.approx(loss["relative_rms_error"])
-    # What was written is no other base; how much of it is lost is said.
-    found = compared(new, base)
-    verdict = next(role for role in found.roles if role.role == "layers.6.up_proj")
-    assert found.problem is None and verdict.verdict == NEAREST
+    # The new bundle holds this base, and the verdict states the loss.
+    comparison = compare(new, base)
+    verdict = next(role for role in comparison.roles if role.role == "layers.6.up_proj")
+    assert comparison.problem is None and verdict.verdict == NEAREST
     assert verdict.error == pytest.approx(loss["relative_rms_error"], rel=1e-3)
     assert verdict.why == f"nearest codes of 2 bits: loses {verdict.error:.0%}"
-    assert "layers.6.up_proj: " in str(compared(TWIN, base).problem)
+    assert "layers.6.up_proj: " in str(compare(TWIN, base).problem)
 
 
 # Norms that signatures do not share.
 
 
-def _other_norms(weights: Weights) -> None:
+def change_norms(weights: Weights) -> None:
     for name, weight in weights.items():
         if weight.ndim == 1:
             weights[name] = weight * np.float32(1.1 if name.endswith("scalar") else 1.25)
 
 
-def _norms_of(path: Path) -> list[set[bytes]]:
-    """Of each signature, what its constants in floats hold."""
+def read_norms(path: Path) -> list[set[bytes]]:
+    """Bytes of the float constants of each signature."""
     model = decoder_of(path)
     graphs = [model.subgraphs[signature.subgraphIndex] for signature in model.signatureDefs]
     return [{numbers_of(model, tensor).tobytes() for tensor in graph.tensors} for graph in graphs]
@@ -268,32 +270,32 @@ def _norms_of(path: Path) -> list[set[bytes]]:
 
 def test_every_signature_gets_the_new_norms(tmp_path: Path) -> None:
     bundle = edited_twin(tmp_path / "own.litertlm", prefill_decode=own_norms)
-    base = twin_base(tmp_path / "base", _other_norms)
-    assert compared(bundle, MOBILE).counts == {EQUAL: 130}
-    new = put(base, bundle, tmp_path / "new.litertlm")
-    shared = put(base, TWIN, tmp_path / "shared.litertlm")
-    assert _norms_of(new) == _norms_of(shared) != _norms_of(bundle)
-    assert compared(new, base).counts == {EQUAL: 130}
+    base = twin_base(tmp_path / "base", change_norms)
+    assert compare(bundle, MOBILE).counts == {EQUAL: 130}
+    new = insert_base(base, bundle, tmp_path / "new.litertlm")
+    shared = insert_base(base, TWIN, tmp_path / "shared.litertlm")
+    assert read_norms(new) == read_norms(shared) != read_norms(bundle)
+    assert compare(new, base).counts == {EQUAL: 130}
 
 
 def test_a_signature_with_other_norms_is_refused(tmp_path: Path) -> None:
-    """As an insertion into decode alone leaves it: such a bundle was called equal."""
+    """As after an insertion into decode alone: such a bundle was once called equal."""
     with open_bundle(TWIN) as opened:
-        held = find_base(opened).places["layers.1.pre_ffw_norm"][0].constant
-        assert held is not None
-        values = held.array()
+        stored = find_base(opened).places["layers.1.pre_ffw_norm"][0].constant
+        assert stored is not None
+        values = stored.array()
 
-    def other(model: Any) -> None:
+    def change(model: Any) -> None:
         own_norms(model)
         prefill = next(s.subgraphIndex for s in model.signatureDefs if s.signatureKey == b"prefill_8")
         tensor = next(t for t in model.subgraphs[prefill].tensors if np.array_equal(numbers_of(model, t), values))
         model.buffers[tensor.buffer].data = np.frombuffer((values * 2).tobytes(), np.uint8)
 
-    bundle = edited_twin(tmp_path / "other.litertlm", prefill_decode=other)
+    bundle = edited_twin(tmp_path / "other.litertlm", prefill_decode=change)
     with pytest.raises(
         UnsupportedError, match=r"'prefill_8': layers\.1\.pre_ffw_norm: expected the numbers with which"
     ):
-        compared(bundle, MOBILE)
+        compare(bundle, MOBILE)
 
 
 def test_roles_that_hold_the_same_change_together_or_are_refused(tmp_path: Path) -> None:
@@ -310,16 +312,16 @@ def test_roles_that_hold_the_same_change_together_or_are_refused(tmp_path: Path)
         weights[second] = weights[second] * np.float32(1.01)
 
     base = twin_base(tmp_path / "base", alike)
-    shared = put(base, TWIN, tmp_path / "alike.litertlm")
+    shared = insert_base(base, TWIN, tmp_path / "alike.litertlm")
     bundle = tmp_path / "own.litertlm"
-    own = edited_twin(bundle, source=shared, prefill_decode=own_norms)
-    assert compared(own, base).counts == {EQUAL: 130}
-    new = put(twin_base(tmp_path / "together", together), own, tmp_path / "new.litertlm")
-    assert compared(new, tmp_path / "together").counts == {EQUAL: 130}
+    edited = edited_twin(bundle, source=shared, prefill_decode=own_norms)
+    assert compare(edited, base).counts == {EQUAL: 130}
+    new = insert_base(twin_base(tmp_path / "together", together), edited, tmp_path / "new.litertlm")
+    assert compare(new, tmp_path / "together").counts == {EQUAL: 130}
     with pytest.raises(
         UnsupportedError, match=r"layers\.[02]\.q_norm: the file stores layers\.[02]\.q_norm in the same"
     ):
-        put(twin_base(tmp_path / "apart", apart), own, tmp_path / "refused.litertlm")
+        insert_base(twin_base(tmp_path / "apart", apart), edited, tmp_path / "refused.litertlm")
 
 
 # Checkpoints.
@@ -332,22 +334,22 @@ def test_an_adapter_is_to_be_merged_first(tmp_path: Path, with_base: bool) -> No
     if not with_base:
         (base / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"a LoRA adapter .* merge it into its base first"):
-        put(base, TWIN, tmp_path / "new.litertlm")
+        insert_base(base, TWIN, tmp_path / "new.litertlm")
     with pytest.raises(CheckpointError, match="a LoRA adapter"):
-        compared(TWIN, base)
+        compare(TWIN, base)
 
 
 @pytest.mark.parametrize("prefix", ["", "base_model.model."])
 def test_tensors_of_an_adapter_are_not_passed_over(tmp_path: Path, prefix: str) -> None:
-    """Without its configuration, as a tuned model's state is saved: those beside the model's own went unsaid."""
+    """Adapter tensors without a configuration were once ignored beside the model's own."""
     base = twin_base(tmp_path / "base")
     name = f"{prefix}{PREFIX}layers.0.mlp.up_proj.lora_A.weight"
     save_file({name: np.ones((4, 64), np.float32)}, base / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"expected merged weights, found tensors of a LoRA adapter"):
-        put(base, TWIN, tmp_path / "new.litertlm")
+        insert_base(base, TWIN, tmp_path / "new.litertlm")
 
 
-def _rewritten(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+def copy_mobile(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     out.mkdir()
     (out / "config.json").write_text((MOBILE / "config.json").read_text())
     tensors = load_file(MOBILE / "model.safetensors")
@@ -357,11 +359,11 @@ def _rewritten(out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 def test_a_code_of_a_mobile_checkpoint_is_named(tmp_path: Path) -> None:
-    def other(tensors: dict[str, Any]) -> None:
+    def change(tensors: dict[str, Any]) -> None:
         tensors[f"{PREFIX}embed_tokens_per_layer.embedding_quantized"][7, 21] ^= 0x10
 
-    found = compared(TWIN, _rewritten(tmp_path / "one", other))
-    assert {role.role: role.why for role in found.roles if role.verdict != EQUAL} == {
+    comparison = compare(TWIN, copy_mobile(tmp_path / "one", change))
+    assert {role.role: role.why for role in comparison.roles if role.verdict != EQUAL} == {
         "embed_tokens_per_layer": "1 weights differ, by up to 1 steps"
     }
 
@@ -378,9 +380,9 @@ def test_a_code_of_a_mobile_checkpoint_is_named(tmp_path: Path) -> None:
 )
 def test_codes_that_fit_no_matrix_are_refused(tmp_path: Path, part: str, values: np.ndarray) -> None:
     name = f"{PREFIX}layers.0.mlp.up_proj.{part}"
-    base = _rewritten(tmp_path / "bad", lambda tensors: tensors.update({name: values}))
+    base = copy_mobile(tmp_path / "bad", lambda tensors: tensors.update({name: values}))
     with pytest.raises(CheckpointError, match=r"expected .*layers\.0\.mlp\.up_proj\.weight as codes of 2, 4 or 8 bits"):
-        compared(TWIN, base)
+        compare(TWIN, base)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
@@ -392,27 +394,27 @@ def test_scales_of_a_mobile_checkpoint_may_be_half_as_wide(tmp_path: Path, dtype
             scale = tensors[name]
             tensors[name] = kind.narrow(scale.reshape(-1), name).view(kind.transformers).reshape(scale.shape)
 
-    base = _rewritten(tmp_path / "narrow", narrow)
-    assert compared(TWIN, base).problem is None
+    base = copy_mobile(tmp_path / "narrow", narrow)
+    assert compare(TWIN, base).problem is None
     with planned_insertion(base, TWIN) as plan:
-        assert {each.how for each in plan.encodings["layers.0.up_proj"]} <= {KEPT, AS_CODES}
+        assert {encoding.how for encoding in plan.encodings["layers.0.up_proj"]} <= {KEPT, AS_CODES}
 
 
-def _without_a_scalar(weights: Weights) -> None:
+def delete_scalar(weights: Weights) -> None:
     del weights[f"{PREFIX}layers.2.layer_scalar"]
 
 
 def test_a_layer_scalar_is_missed_where_others_are_there(tmp_path: Path) -> None:
-    """It was taken for 1, and written."""
-    base = twin_base(tmp_path / "base", _without_a_scalar)
-    assert "layers.2.layer_scalar: the checkpoint has no such tensor" in str(compared(TWIN, base).problem)
+    """It was once taken for 1, and written."""
+    base = twin_base(tmp_path / "base", delete_scalar)
+    assert "layers.2.layer_scalar: the checkpoint has no such tensor" in str(compare(TWIN, base).problem)
     with pytest.raises(PairError, match=r"layers\.2\.layer_scalar: the checkpoint has no such tensor"):
-        put(base, TWIN, tmp_path / "new.litertlm")
+        insert_base(base, TWIN, tmp_path / "new.litertlm")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_what_f16_holds_no_nearer_is_not_different(dtype: str) -> None:
-    """Numbers below its normal ones, and what was rounded to either type from the same floats."""
+    """Subnormal numbers, and numbers rounded to either type from the same floats, are no differences."""
     floats_of_both = (np.random.default_rng(0).standard_normal((96, 64)) * 1e-3).astype(np.float32)
     rounding = DTYPES[dtype]
     wanted = rounding.widen(rounding.narrow(floats_of_both.reshape(-1), "w").tobytes()).reshape(96, 64)
@@ -420,5 +422,5 @@ def test_what_f16_holds_no_nearer_is_not_different(dtype: str) -> None:
     storage = Storage(TensorType.FLOAT16, (96, 64), "none")
     constant = SimpleNamespace(folded=False, factor=1.0)
     slot: Any = SimpleNamespace(constant=constant, stored_constant=constant, storage=storage, dtype=dtype)
-    assert not _compare_rows(slot, 0, 96, wanted, stored, wrong=False).outside
-    assert _compare_rows(slot, 0, 96, wanted, stored * np.float32(1.02), wrong=False).outside > 5000
+    assert not _compare_rows(slot, 0, 96, wanted, stored, has_wrong_code=False).outside
+    assert _compare_rows(slot, 0, 96, wanted, stored * np.float32(1.02), has_wrong_code=False).outside > 5000
