@@ -2,7 +2,6 @@
 
 The layout, as written by ``litert-lm-builder``: ``LITERTLM``; u32 major, minor, patch at byte 8; u64 end of the
 header at byte 24; from byte 32 a flatbuffer that lists sections, each with typed key/value items and a byte range.
-Nothing of a section is read here.
 """
 
 from __future__ import annotations
@@ -25,25 +24,14 @@ Item = int | float | bool | str
 TFLITE_MODEL = 3
 TFLITE_WEIGHTS = 7
 
-SECTION_TYPES = MappingProxyType(
-    {
-        0: "NONE",
-        1: "GenericBinaryData",
-        2: "Deprecated",
-        3: "TFLiteModel",
-        4: "SP_Tokenizer",
-        5: "LlmMetadataProto",
-        6: "HF_Tokenizer_Zlib",
-        7: "TFLiteWeights",
-        8: "EmbeddingMetadataProto",
-        9: "ExecutorMetadataProto",
-        10: "TtsMetadataProto",
-        11: "AsrMetadataProto",
-    }
+SECTION_TYPES = (
+    *("NONE", "GenericBinaryData", "Deprecated", "TFLiteModel", "SP_Tokenizer", "LlmMetadataProto"),
+    *("HF_Tokenizer_Zlib", "TFLiteWeights", "EmbeddingMetadataProto", "ExecutorMetadataProto"),
+    *("TtsMetadataProto", "AsrMetadataProto"),
 )
-"""``data_type`` of a section. Ids from 8 on moved between schema versions; others are shown as unknown."""
+"""Names by ``data_type``. Ids from 8 on moved between schema versions."""
 
-# Tag of the VData union -> struct code of the one field of its table; strings apart.
+# Tag of the VData union → struct code of the one field of its table; strings have a tag of their own.
 _ITEM_CODES = {1: "B", 2: "b", 3: "H", 4: "h", 5: "I", 6: "i", 7: "f", 8: "?", 10: "Q", 11: "q", 12: "d"}
 _ITEM_STRING = 9
 
@@ -71,14 +59,14 @@ class Section:
     @property
     def type_name(self) -> str:
         """Name of ``data_type``; ``unknown (N)`` for an id this package does not know."""
-        return SECTION_TYPES.get(self.data_type, f"unknown ({self.data_type})")
+        is_known = self.data_type < len(SECTION_TYPES)
+        return SECTION_TYPES[self.data_type] if is_known else f"unknown ({self.data_type})"
 
     @property
     def model_type(self) -> str | None:
         """``model_type`` in lower case and without ``tf_lite_``: ``prefill_decode``, ``mtp_drafter``, …
 
-        A TFLite section without the item is a prefill_decode model (the runtime's default); other sections have
-        none.
+        A TFLite section without the item is a prefill_decode model, as for the runtime.
         """
         value = self.items.get("model_type")
         if isinstance(value, str):
@@ -87,7 +75,7 @@ class Section:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Description for messages."""
         kind = self.model_type or self.type_name
         return f"section {self.index} ({escape(kind)})"
 
@@ -103,15 +91,10 @@ class Bundle:
     sections: tuple[Section, ...]
 
     def region(self, section: Section) -> Region:
-        """The bytes of ``section``."""
         return Region(self.source, section.begin, section.size, section.label)
 
     def weights_of(self, section: Section) -> Section | None:
-        """The TFLiteWeights section that belongs to the model in ``section``: the one of the same model_type.
-
-        Raises:
-            FormatError: there are several.
-        """
+        """Find the TFLiteWeights section with the model_type of ``section``; FormatError if there are several."""
         same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
         if len(same) > 1:
             raise FormatError(
@@ -130,9 +113,9 @@ def read_bundle(source: Source) -> Bundle:
     """Read and check the header of ``source``.
 
     Raises:
-        FormatError: not a ``.litertlm``, or its header contradicts itself.
-        TruncatedError: the file ends before the header, or before a section it lists.
-        UnsupportedError: a major version other than 1.
+        FormatError: it is no ``.litertlm``, or its header is inconsistent.
+        TruncatedError: the file ends within the header or a section.
+        UnsupportedError: its major version is not 1.
     """
     if not is_bundle(source):
         raise FormatError(
@@ -140,8 +123,8 @@ def read_bundle(source: Source) -> Bundle:
             f"found {source.read(0, min(len(MAGIC), source.size))!r}."
         )
     version, end = _read_start(source)
-    listed = Region(source, HEADER_START, end - HEADER_START, "the header")
-    root = FlatBuffer(listed, Budget(_MOST_ELEMENTS)).read_root()
+    region = Region(source, HEADER_START, end - HEADER_START, "the header")
+    root = FlatBuffer(region, Budget(_MOST_ELEMENTS)).read_root()
     system, listing = root.table(0), root.table(1)
     sections = tuple(
         Section(index, entry.integer(3, "B"), entry.integer(1, "Q"), entry.integer(2, "Q"), _read_items(entry))
@@ -152,7 +135,7 @@ def read_bundle(source: Source) -> Bundle:
 
 
 def _read_start(source: Source) -> tuple[tuple[int, int, int], int]:
-    """The version of a bundle, and where its header ends."""
+    """Return the version of a bundle and the end of its header."""
     if source.size < HEADER_START:
         raise TruncatedError(
             f"{source.name}: the file has {source.size} bytes, less than a .litertlm header. Fetch it again."
@@ -186,7 +169,7 @@ def _read_items(owner: Table | None) -> MappingProxyType[str, Item]:
             items[key] = value.string(0) or ""
         elif tag in _ITEM_CODES:
             number = value.scalar(0, _ITEM_CODES[tag])
-            # JSON has no word for what is not finite.
+            # JSON has no infinity and no NaN.
             items[key] = number if math.isfinite(number) else str(number)
         else:
             items[key] = f"(value of unknown type {tag})"
@@ -199,11 +182,13 @@ def _check_ranges(source: Source, header_end: int, sections: tuple[Section, ...]
         if section.begin > section.end:
             raise FormatError(f"{name} runs backwards, from byte {section.begin} to {section.end}. {_FETCH_AGAIN}")
         if section.end > source.size:
-            why = "The download is incomplete: fetch it again."
-            raise TruncatedError(f"{name} ends at byte {section.end}, but the file has {source.size}. {why}")
+            raise TruncatedError(
+                f"{name} ends at byte {section.end}, but the file has {source.size}. The download is incomplete: fetch "
+                "it again."
+            )
         if section.size and section.begin < header_end:
             raise FormatError(f"{name} begins at byte {section.begin}, inside the header. {_FETCH_AGAIN}")
     for first, second in pairwise(sorted((s for s in sections if s.size), key=lambda s: s.begin)):
         if second.begin < first.end:
-            where = f"{first.label} and {second.label} overlap at byte {second.begin}"
-            raise FormatError(f"{source.name}: {where}. {_FETCH_AGAIN}")
+            sections_overlap = f"{first.label} and {second.label} overlap at byte {second.begin}"
+            raise FormatError(f"{source.name}: {sections_overlap}. {_FETCH_AGAIN}")

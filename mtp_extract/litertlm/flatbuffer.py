@@ -1,13 +1,12 @@
 """A bounds-checked reader of flatbuffer tables over a :class:`~mtp_extract.io.source.Region`.
 
-The published ``flatbuffers`` runtime trusts its input: an offset out of range surfaces as a ``struct.error`` or as
-someone else's bytes, and it wants the whole buffer in memory. Bundles come from the network and hold gigabytes, so
-every access here is checked against the region, reads only what it needs, and is counted against a budget that a
-hostile file cannot stretch.
+The published ``flatbuffers`` runtime trusts its input (an offset out of range gives a ``struct.error`` or wrong bytes)
+and needs the whole buffer in memory. Bundles come from the network and hold gigabytes, so this reader checks every
+access against the region, reads only what it needs, and counts it against a budget that bounds a hostile file.
 
-Layout, from the flatbuffers binary format: the root is a u32 offset; a table begins with an i32 that leads back to
-its vtable (u16 size of vtable, u16 size of table, then a u16 field offset per slot, 0 for absent); strings, vectors
-and tables are reached through u32 offsets relative to where they stand; a vector begins with its u32 length.
+Layout, from the flatbuffers binary format: the root is a u32 offset; a table begins with an i32, its distance from its
+vtable (u16 size of vtable, u16 size of table, then a u16 field offset per slot, 0 for absent); strings, vectors and
+tables are reached through u32 offsets relative to their own position; a vector begins with its u32 length.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from mtp_extract.io.source import Region
 
 _BUDGET = 2_000_000
 _READS_OF_A_BYTE = 8
-"""How often, on average, a byte may be read. Exporters write the parts of a model beside one another; a writer that
-stored equal small tables once would have several of them read again."""
+"""How often, on average, a byte may be read: more than once, because a writer may store equal small tables once."""
 _SPARE = 1 << 16
 _BYTES_PER_ELEMENT = 32
 _LONGEST_STRING = 1 << 16
@@ -31,28 +29,28 @@ _STRUCTS = {code: struct.Struct("<" + code) for code in "?bBhHiIfqQd"}
 
 
 class Budget:
-    """How many elements may still be read. Several flatbuffers can share one."""
+    """The number of elements that may still be read. Several flatbuffers can share a budget."""
 
     def __init__(self, elements: int = _BUDGET) -> None:
         self.elements = elements
 
 
 class FlatBuffer:
-    """One flatbuffer, from the start of ``region``; ``budget`` is by default one of its own."""
+    """The flatbuffer at the start of ``region``; ``budget`` is by default not shared."""
 
     def __init__(self, region: Region, budget: Budget | None = None) -> None:
         self.region = region
-        self._bytes_read = 0  # of tables, strings and vectors, what is read twice counted twice
+        self._bytes_read = 0  # of tables, strings and vectors; counted again when read again
         self._budget = budget or Budget()
         self._vtables = dict[int, tuple[int, tuple[int, ...]]]()
         self._stored = dict[tuple[int, int], bytes]()
         self._contents = dict[bytes, bytes]()
 
     def spend_budget(self, elements: int, length: int) -> None:
-        """Count what is read, ``elements`` in ``length`` bytes, against the budget and against the size of the buffer.
+        """Count ``elements`` in ``length`` bytes against the budget and against the size of the buffer.
 
-        Tables and strings may be shared, so that a file of kilobytes describes gigabytes: what is built counts, not
-        what is stored. So the work that a buffer asks for grows with its bytes, and no faster.
+        Tables and strings may be shared, so that a few kilobytes describe gigabytes. Every read counts, so the work for
+        a buffer is at most proportional to its size.
 
         Raises:
             FormatError: more elements than any real model has, or than so few bytes hold.
@@ -67,7 +65,7 @@ class FlatBuffer:
             )
 
     def read_stored(self, start: int, length: int) -> bytes:
-        """The bytes there, read once, however many refer to them; equal ones are one object, compared at once."""
+        """Read bytes, once for all references to them; equal bytes are one object, so that comparing them is cheap."""
         if (start, length) not in self._stored:
             self.spend_budget(0, length)
             content = self.region.read(start, length)
@@ -75,11 +73,10 @@ class FlatBuffer:
         return self._stored[start, length]
 
     def make_error(self, problem: str) -> FormatError:
-        """A :class:`FormatError` that names this buffer."""
         return FormatError(f"{self.region.source.name}: {self.region.what} is not a valid flatbuffer: {problem}.")
 
     def read_scalar(self, code: str, position: int) -> int | float | bool:
-        """The scalar with the :mod:`struct` code ``code`` at ``position``."""
+        """Read the scalar with the :mod:`struct` code ``code``."""
         form = _STRUCTS[code]
         try:
             value: int | float | bool = form.unpack(self.region.read(position, form.size))[0]
@@ -94,17 +91,16 @@ class FlatBuffer:
         return self.read_table(self.read_integer("I", 0))
 
     def read_table(self, position: int) -> Table:
-        """The table at ``position``, its vtable checked."""
+        """Read the table at ``position`` and check its vtable."""
         vtable = position - self.read_integer("i", position)
         length, slots = self._vtables.get(vtable) or self._read_vtable(vtable)
         if position + length > self.region.size:
             raise self.make_error(f"the table at byte {position} has size {length}")
-        # With the offset that leads to it.
-        self.spend_budget(1, length + 4)
+        self.spend_budget(1, length + 4)  # with the offset that leads to it
         return Table(self, position, slots)
 
     def _read_vtable(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """The size of the tables with the vtable at ``position``, which many share, and where fields lie in them."""
+        """Read a vtable, which many tables share: the size of the tables, and the offset of each slot's field."""
         size = self.read_integer("H", position)
         if size < 4 or size % 2:
             raise self.make_error(f"the vtable at byte {position} has size {size}")
@@ -119,14 +115,14 @@ class FlatBuffer:
         return length, slots
 
     def read_vector(self, position: int, width: int) -> Vector:
-        """The vector at ``position``, of elements of ``width`` bytes."""
+        """Read the length of the vector at ``position``, whose elements have ``width`` bytes."""
         count = self.read_integer("I", position)
         if position + 4 + count * width > self.region.size:
             raise self.make_error(f"the vector at byte {position} claims {count} elements of {width} bytes")
         return Vector(self, position + 4, count, width)
 
     def read_string(self, position: int) -> str:
-        """The string at ``position``; bytes that are not UTF-8 appear as backslash escapes."""
+        """Read the string at ``position``; bytes that are not UTF-8 become backslash escapes."""
         vector = self.read_vector(position, 1)
         if vector.count > _LONGEST_STRING:
             raise self.make_error(f"a string of {vector.count} bytes")
@@ -136,10 +132,10 @@ class FlatBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """``count`` elements of ``width`` bytes; nothing is read until asked for."""
+    """A vector of ``count`` elements of ``width`` bytes, which are read later."""
 
     buffer: FlatBuffer
-    start: int  # of the buffer; 0 where there is no such vector
+    start: int  # in the buffer; 0 if the vector is absent
     count: int
     width: int
 
@@ -147,15 +143,15 @@ class Vector:
         return self.buffer.region.read(self.start, self.count * self.width) if self.count else b""
 
     def stored(self) -> builtins.bytes:
-        """The same, read once, however many refer to them."""
+        """:meth:`bytes`, read once for all references."""
         return self.buffer.read_stored(self.start, self.count * self.width) if self.count else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: fields are addressed by slot, the order in which the schema declares them.
+    """A table, whose fields are addressed by slot, in the order of the schema.
 
-    A number that is absent is its default, a string or table None, and a vector empty.
+    An absent number is its default, an absent string or table None, and an absent vector empty.
     """
 
     buffer: FlatBuffer
@@ -163,12 +159,12 @@ class Table:
     slots: tuple[int, ...]
 
     def at(self, slot: int) -> int:
-        """Where a field stands; 0 when absent."""
+        """Return the position of a field; 0 if absent."""
         offset = self.slots[slot] if slot < len(self.slots) else 0
         return self.position + offset if offset else 0
 
     def follow(self, slot: int) -> int:
-        """Where what an offset field leads to begins; 0 when absent."""
+        """Return the position to which an offset field points; 0 if absent."""
         at = self.at(slot)
         return at + self.buffer.read_integer("I", at) if at else 0
 
@@ -189,7 +185,6 @@ class Table:
         return self.buffer.read_table(at) if at else None
 
     def vector(self, slot: int, width: int) -> Vector:
-        """The vector in ``slot``, of elements of ``width`` bytes."""
         at = self.follow(slot)
         return self.buffer.read_vector(at, width) if at else Vector(self.buffer, 0, 0, width)
 

@@ -1,13 +1,12 @@
-"""Numbers in the root map of a flexbuffer: what a composite says of itself, such as ``{"epsilon": 1e-6}``.
+"""Read numbers from the root map of a flexbuffer: the attributes of a composite, such as ``{"epsilon": 1e-6}``.
 
-The published reader makes of a buffer all that it describes, and parts may be shared: 4 KB can describe more than any
-memory holds. Here only the keys that are asked for are looked up, nothing below the root is entered, and every offset
-is checked.
+The published reader builds everything that a buffer describes, and parts may be shared: 4 KB can describe more than any
+memory holds. This reader looks up the requested keys only, never enters values below the root, and checks every offset.
 
-Layout, from the flexbuffers binary format: the last byte is the width of the root, the one before it says its type in
-the upper six bits, and before these two the root stands. A map is reached by an offset *back*; before its values stand
-their count, the width of its keys and the offset back to these, each of the map's own width; behind them a byte each
-says their types. Keys are offsets back to strings that end in 0, and their count stands before them.
+Layout, from the flexbuffers binary format: the last byte is the width of the root, the byte before it has the root's
+type in its upper six bits, and the root precedes both. A map is reached by an offset *back*. Its values are preceded by
+the offset back to its keys, the width of these and the count, each of the map's own width, and followed by one byte
+each for their types. Keys are offsets back to strings that end in 0; their count precedes them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _UNSIGNED = 2
 _MAP = 9
 _TYPES = frozenset({*range(27), 36})
 _INDIRECT_TYPES = {6: 1, 7: 2, 8: 3}
-"""The types of numbers that stand behind an offset, and those of the same numbers in place."""
-# Of integers, unsigned ones and floats, by width.
+"""Types of numbers behind an offset → types of the same numbers in place."""
+# Struct codes of integers, unsigned integers and floats, by width.
 _CODES = {
     1: {1: "<b", 2: "<h", 4: "<i", 8: "<q"},
     _UNSIGNED: {1: "<B", 2: "<H", 4: "<I", 8: "<Q"},
@@ -32,13 +31,13 @@ _CODES = {
 
 
 def read_numbers(stored: bytes, names: Collection[str]) -> dict[str, float]:
-    """Those of ``names`` that are keys of the root and have a number, each with it; the root of ``{"a": 1}`` gives 1.
+    """Read the numbers of the keys ``names`` in the root map; keys that are absent or have no number are left out.
 
     Raises:
-        FormatError: an offset leads out of the buffer, a key stands there twice, or there are more keys than any
-            exporter writes.
+        FormatError: an offset leads out of the buffer, a key occurs twice, or there are more keys than any exporter
+            writes.
     """
-    # Each key is compared with the names, never read to its end: all may be one string.
+    # Keys are compared with the names, never read to their end: all of them may share one long string.
     texts = {name: name.encode() + b"\0" for name in names}
     numbers = dict[str, float | None]()
     for key, value, width, type_ in _iterate_entries(stored):
@@ -52,7 +51,7 @@ def read_numbers(stored: bytes, names: Collection[str]) -> dict[str, float]:
 
 
 def _iterate_entries(stored: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """Of each value of the map at the root: where its key and itself stand, its width, and where its type stands."""
+    """Yield for each value of the root map: position of its key, its own position, its width, position of its type."""
     root_width = _read_unsigned(stored, len(stored) - 1, 1)
     root_type = _read_unsigned(stored, len(stored) - 2, 1)
     if root_type >> 2 != _MAP:
@@ -70,7 +69,7 @@ def _iterate_entries(stored: bytes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _read_number(stored: bytes, position: int, width: int, packed_type: int) -> float | None:
-    """The number at ``position``; None for what is none."""
+    """Read the number at ``position``; None if the value is no number."""
     kind = packed_type >> 2
     if kind not in _TYPES:
         raise FormatError(f"a value of the type {kind}, which there is not")
@@ -83,7 +82,7 @@ def _read_number(stored: bytes, position: int, width: int, packed_type: int) -> 
 
 
 def _follow_offset(stored: bytes, position: int, width: int) -> int:
-    """Where the offset at ``position`` leads."""
+    """Return the position to which the offset at ``position`` leads back."""
     target = position - _read_unsigned(stored, position, width)
     if target < 0:
         raise FormatError("an offset leads out of it")
@@ -97,7 +96,7 @@ def _read_unsigned(stored: bytes, position: int, width: int) -> int:
 
 
 def _read_scalar(stored: bytes, position: int, code: str) -> int | float:
-    # A negative position would be counted from the end.
+    # unpack_from would count a negative position from the end.
     if position < 0 or position + struct.calcsize(code) > len(stored):
         raise FormatError("an offset leads out of it")
     number: int | float = struct.unpack_from(code, stored, position)[0]

@@ -1,7 +1,7 @@
-"""Published bundles: names, base models and licences of ``.litertlm`` files, known by SHA-256.
+"""Published bundles: names, base models and licences of ``.litertlm`` files, identified by SHA-256.
 
-The table is ``mappings/bundles.json``. It only names things: a bundle that is not listed is read the same way. Sizes
-and file names are no evidence: a drafter that was tuned and inserted again leaves both as they were.
+The table is ``mappings/bundles.json``. A bundle that is not listed is read the same way, but has no name. Size and file
+name do not identify a bundle: inserting a tuned drafter changes neither.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mtp_extract.progress import SILENT, Reporter
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Entry = Mapping[str, Any]
-"""Of the table: what people call the model, repository and file on the Hub, the model it drafts for, and its licence's
-id; or of a licence: its id on the Hub, its name, where its text is."""
+"""A bundle in the table (name, repository and file on the Hub, base model, id of the licence), or a licence (id on the
+Hub, name, where its text is)."""
 
 
 def _find_entry(sha256: str | None, section: str | None = None) -> Entry | None:
-    """The file with this SHA-256, or whose drafter's section has it; None of both is known of no file."""
+    """Find the bundle by the SHA-256 of the file or of the drafter's section; if both are None, nothing matches."""
     entries: list[Entry] = load_mapping("bundles")["bundles"]
     for entry in entries:
         if (sha256 and sha256 == entry["sha256"]) or (section and section == entry["drafter"]["sha256"]):
@@ -32,20 +32,20 @@ def _find_entry(sha256: str | None, section: str | None = None) -> Entry | None:
 
 
 def known_bundle(source: Source) -> Entry | None:
-    """The published file that ``source`` is, by the SHA-256 that the Hub gives for it; None without one."""
+    """Find the published file ``source`` by the SHA-256 that the Hub states; None if it states none, or is unknown."""
     return _find_entry(find_stated_sha256(source.provenance))
 
 
 def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[str, Any] | None:
-    """Hash a local file that has the size of a published one, or whose SHA-256 the Hub states, and compare the sums.
+    """Hash a local file that has the size of a published one, or a SHA-256 stated by the Hub, and compare the sums.
 
     Returns:
-        The computed ``sha256``; name, repository, base and note of the ``published`` file of that size, if there is
-        one; and whether it ``is_published``. Inserting a drafter leaves the size as it was, and changes the sum. None
-        where there is nothing to compare with, or the file is not here: nothing is hashed then.
+        The computed ``sha256``; name, repository, base and note of the ``published`` file of that size, if any; and
+        whether it ``is_published``, or only has the size, as after an insertion. None, without hashing, if the file is
+        not local or there is nothing to compare with.
 
     Raises:
-        SourceError: it is a copy in the Hub's cache, and not what the Hub states.
+        SourceError: it is a copy in the Hub's cache whose SHA-256 is not the stated one.
     """
     published = next((entry for entry in load_mapping("bundles")["bundles"] if entry["size"] == source.size), None)
     stated = find_stated_sha256(source.provenance)
@@ -58,31 +58,28 @@ def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[
             "Hub's cache is damaged: delete it, and fetch the file again."
         )
     known = _find_entry(computed) or published
-    stated_keys = ("name", "repository", "file", "base_model", "note")
-    named = {key: known[key] for key in stated_keys} if known else None
-    return {"sha256": computed, "published": named, "is_published": _find_entry(computed) is not None}
+    keys = ("name", "repository", "file", "base_model", "note")
+    description = {key: known[key] for key in keys} if known else None
+    return {"sha256": computed, "published": description, "is_published": _find_entry(computed) is not None}
 
 
 def find_stated_sha256(provenance: Mapping[str, str]) -> str | None:
-    """The SHA-256 that the Hub states for a file, as its ETag; None for a small file, which has git's blob id.
-
-    Of another server an ETag is any text, and says nothing.
-    """
+    """Return the SHA-256 that the Hub states as a file's ETag; None for a small file, whose ETag is git's blob id, and
+    for other servers, whose ETags may be anything."""
     stated = provenance.get("sha256") or (provenance.get("etag") if "repository" in provenance else None)
     return stated if stated and _SHA256.fullmatch(stated) else None
 
 
 def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
-    """The published file that an ``extraction.json`` was made from, by the SHA-256 of the file or of its section."""
+    """Find the published file behind an ``extraction.json``, by the SHA-256 of the file or of the drafter's section."""
     source = extraction["source"]
     return _find_entry(find_stated_sha256(source.get("provenance") or {}), (source.get("section") or {}).get("sha256"))
 
 
 def base_model_of(extraction: Mapping[str, Any]) -> str | None:
-    """Hub id of the base: what a training or an ordered head was made beside, or the published bundle's.
+    """Return the Hub id (or directory) of the base: the one of a tuning or an ordered head, or the published bundle's.
 
-    A shape names no base: a fine-tuned base and its drafter have the shape of the published ones. None where nothing
-    says it; of what was fitted beside a directory, the directory's name.
+    None if the record does not say it. The shape would not tell: a fine-tuned base has the shape of the published one.
     """
     fitted = extraction.get("tuning") or extraction.get("ordered_head")
     if fitted:
@@ -92,10 +89,7 @@ def base_model_of(extraction: Mapping[str, Any]) -> str | None:
 
 
 def license_of(extraction: Mapping[str, Any]) -> Entry | None:
-    """Licence of the weights; None unless the bundle is a published file, or comes from the repository of one.
-
-    A drafter of known geometry alone says nothing: a tuned one has it too.
-    """
+    """Return the licence of the weights; None unless the bundle is published, or from the repository of one that is."""
     bundles, bundle = load_mapping("bundles"), bundle_of(extraction)
     by_repository = {entry["repository"]: entry["license"] for entry in bundles["bundles"]}
     provenance = extraction["source"].get("provenance") or {}

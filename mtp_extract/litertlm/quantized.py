@@ -1,8 +1,8 @@
-"""A constant of a model with its quantization: read and checked, and its numbers, some at a time.
+"""A constant of a model with its checked quantization, whose codes and numbers are read in parts.
 
-The element type decides, never the presence of metadata: an F32 tensor is taken as it is, whatever scales it carries
+The element type decides, never the presence of metadata: an F32 tensor is read as floats, whatever scales it has
 (dequantizing the norms of published drafters zeroes them). Any range of elements that begins on a byte can be read
-alone, 1 MiB of float32 at a time, so that what is worked on stays in a core's own cache.
+alone; 1 MiB of float32 at a time stays in the cache of a core.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from mtp_extract.litertlm.tflite import ELEMENT_BITS, Blockwise, Quantization, T
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A constant with what is needed to read it. Nothing is read until asked for."""
+    """A constant with its scales; its data is read later."""
 
     tensor: Tensor
     location: Region
-    storage: Storage  # how it lies there: as rows of elements that share a scale
+    storage: Storage
     # [1], [channels] or […, blocks], blockwise FP16 scales widened; empty for floats.
     scale: Floats
     zero_point: npt.NDArray[np.int64]  # shaped like ``scale``, zeros when none are stored
 
     @classmethod
     def of(cls, model: TfliteModel, tensor: Tensor) -> QuantizedTensor:
-        """``tensor`` with its quantization, checked.
+        """Read and check the quantization of ``tensor``.
 
         Raises:
-            UnsupportedError: sparse, multi-axis or custom quantization, or an element type without numbers.
-            FormatError: scales that do not fit the shape, or are not finite and non-negative.
+            UnsupportedError: sparse data, multi-axis or custom quantization, or an element type that is no number.
+            FormatError: scales that do not fit the shape, are negative, or not finite.
         """
         if tensor.sparse:
             raise UnsupportedError(f"{tensor.label} is stored sparse, which this release cannot read.")
@@ -74,17 +74,17 @@ class QuantizedTensor:
 
     @property
     def packing(self) -> Packing | None:
-        """How the codes are packed; None for floats."""
+        """:attr:`Storage.packing`; None for floats."""
         return self.storage.packing
 
     def codes(self, begin: int = 0, end: int | None = None) -> Integers:
-        """The codes of elements ``[begin, end)``, flat, as stored; zero points are not subtracted.
+        """Read the codes of elements ``[begin, end)``, flat, without subtracting zero points.
 
         Args:
-            begin: of an element that begins on a byte, such as a multiple of 8.
+            begin: an element that begins on a byte, such as a multiple of 8.
 
         Raises:
-            UnsupportedError: a tensor of floats has none.
+            UnsupportedError: the tensor holds floats.
         """
         if self.packing is None:
             raise UnsupportedError(f"{self.tensor.label} holds real numbers, not codes.")
@@ -92,19 +92,18 @@ class QuantizedTensor:
         return self.packing.unpack(self._read_bytes(begin, end))[: end - begin]
 
     def floats(self, begin: int = 0, end: int | None = None) -> Floats:
-        """The numbers of elements ``[begin, end)``, flat, float32; ``begin`` as for :meth:`codes`.
+        """Read the numbers of elements ``[begin, end)``, float32, flat; ``begin`` as for :meth:`codes`.
 
         Raises:
-            FormatError: a floating-point tensor holds values that are not finite.
+            FormatError: a float is not finite.
         """
         end = self.tensor.elements if end is None else end
         result = np.empty(end - begin, np.float32)
-        # Whole rows where they are short, so that each is multiplied by its scale at once.
+        # Chunks of whole rows where these are short, so that a row is multiplied by its scale at once.
         row = math.lcm(max(self.storage.columns, 1), 8)
         step = CHUNK_ELEMENTS // row * row or CHUNK_ELEMENTS
         for at in range(begin, end, step):
             part = result[at - begin : at - begin + step]
-            # By the type, never by the scales: floats may carry some that mean nothing.
             if self.packing is None:
                 np.copyto(part, widened(self._read_bytes(at, at + part.size), self.storage.type))
                 if not np.isfinite(part).all():
@@ -115,7 +114,7 @@ class QuantizedTensor:
         return result
 
     def dequantize(self) -> Floats:
-        """All numbers, float32, in the tensor's shape."""
+        """Read all numbers, float32, in the tensor's shape."""
         return self.floats().reshape(self.tensor.shape)
 
     def _read_bytes(self, begin: int, end: int) -> bytes:
@@ -126,7 +125,6 @@ class QuantizedTensor:
 def _describe_storage(
     type_: TensorType, shape: tuple[int, ...], quantization: Quantization, *, symmetric: bool
 ) -> Storage:
-    """How codes lie with scales that were checked."""
     if quantization.blockwise is not None:
         return Storage(type_, shape, "blockwise", 0, quantization.blockwise.block_size, symmetric)
     if quantization.scales.count == 1:
@@ -135,8 +133,7 @@ def _describe_storage(
 
 
 def _read_channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Scales and zero points, one of all or one a channel."""
-    # Counted before they are read: a vector may claim the rest of the file.
+    # Counts are checked before anything is read: a vector may claim the rest of the file.
     scales = quantization.scales.count
     zeros = quantization.zero_points.count
     axis = quantization.axis
@@ -151,7 +148,7 @@ def _read_channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Fl
 
 
 def _read_block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Scales and zero points of blocks, ``[…, blocks]``: in tensors that the details name, whatever else there is."""
+    """Read scales and zero points of blocks, ``[…, blocks]``, from the tensors that ``details`` names."""
     size = details.block_size
     if size <= 0 or not tensor.shape or tensor.shape[-1] % size:
         raise FormatError(f"{tensor.label} has blocks of {size} along an axis of {tensor.shape[-1:]}.")
@@ -161,7 +158,7 @@ def _read_block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -
             raise FormatError(f"{tensor.label} names tensor {index} for its blocks; there are {len(tensors)}.")
     blocks = (*tensor.shape[:-1], tensor.shape[-1] // size)
     scales = tensors[details.scales]
-    # Floats only: scales that had scales of their own could lead back here.
+    # Only floats: quantized scales could refer to themselves.
     if scales.type not in FLOAT_TYPES or scales.elements != math.prod(blocks):
         raise FormatError(f"{tensor.label} has {scales.label} for its block scales; expected floats {list(blocks)}.")
     scale = read_floats(model, scales).reshape(blocks)
@@ -176,7 +173,7 @@ def _read_block_scales(model: TfliteModel, tensor: Tensor, details: Blockwise) -
 def _check_scales(
     tensor: Tensor, packing: Packing, scale: Floats, zero_point: npt.NDArray[np.int64]
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Scales that a weight may have, and zero points, one for each."""
+    """Check scales and zero points, and return them with one zero point for each scale."""
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise FormatError(f"{tensor.label} has scales that are negative or not finite: the file is damaged.")
     if scale.size and scale.max() > LARGEST_SCALE:
@@ -202,5 +199,5 @@ def _read_integers(model: TfliteModel, tensor: Tensor) -> npt.NDArray[np.int64]:
 
 
 def read_floats(model: TfliteModel, tensor: Tensor) -> Floats:
-    """A small constant as float32 in its shape, dequantized where its type holds codes."""
+    """Read a small constant as float32 in its shape, dequantized if it holds codes."""
     return QuantizedTensor.of(model, tensor).dequantize()

@@ -1,7 +1,7 @@
-"""A model without its weights, small enough to be attached to an issue: a ZIP file with one TFLite model in it.
+"""Skeletons: models without weights, small enough for an issue; a ZIP file with one TFLite model.
 
-The model is the section as it was, byte for byte, but for its weights, which are zeros and so take no room; behind it
-stands a line that no reader of TFLite looks at, by which it is known.
+The model is the section byte for byte, with zeros for its weights, which compress to nothing. A line after its end,
+which TFLite readers ignore, marks it as a skeleton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEMBER = "skeleton.tflite"
 
 
 def pack_skeleton(model: bytes) -> bytes:
-    """The file of ``model``, which has no weights any more: the same bytes for the same model."""
+    """Pack ``model``, whose weights are zeros; the same model gives the same bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(zipfile.ZipInfo(_MEMBER), model + MARK, zipfile.ZIP_DEFLATED)
@@ -30,14 +30,14 @@ def pack_skeleton(model: bytes) -> bytes:
 
 
 def unpack_skeleton(source: Source) -> Source | None:
-    """The model in ``source``, packed or unpacked; None where it is no skeleton.
+    """Return the model of a skeleton, packed or not; None if ``source`` is no skeleton.
 
     Raises:
-        FormatError: the archive is damaged, or holds more than any drafter.
+        FormatError: the archive is damaged, or larger than any drafter.
     """
     if not len(MARK) <= source.size <= _LARGEST_MODEL:
         return None
-    # The end of a large file on a server is not asked for: it costs a request.
+    # Only now read the end: on a server it costs a request.
     if source.read(4, 4) == TFLITE_IDENTIFIER:
         return source if source.read(source.size - len(MARK), len(MARK)) == MARK else None
     if source.size > _LARGEST_FILE or source.read(0, len(_FIRST_BYTES)) != _FIRST_BYTES:
@@ -52,13 +52,12 @@ def unpack_skeleton(source: Source) -> Source | None:
 
 
 def _unpack_archive(source: Source) -> bytes:
-    """The one member of the archive ``source``, no more of it than any drafter has."""
     try:
         with zipfile.ZipFile(io.BytesIO(source.read(0, source.size))) as archive:
             if archive.namelist() != [_MEMBER]:
                 raise zipfile.BadZipFile("its members are not those of its header")
             with archive.open(_MEMBER) as member:
-                # What it says of its size is not believed.
+                # The header's size may be wrong.
                 return member.read(_LARGEST_MODEL + 1)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         raise FormatError(f"{source.name}: is a damaged skeleton. Make it again.") from error

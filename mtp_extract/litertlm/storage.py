@@ -1,12 +1,12 @@
-"""How the numbers of a constant are stored: bytes → codes → numbers, and back.
+"""Storage of a constant's numbers: bytes → codes → numbers, and back.
 
 ``real = scale · (code − zero_point)``. Codes of less than a byte are packed flat in row-major order, first element in
 the low bits, two's complement (unsigned for UINT4); a row need not begin on a byte.
 
-The rule from numbers to codes is ai-edge-quantizer's (0.10.0, min/max), the one that Google's files were made by:
-``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; symmetric codes of whole bytes leave out
-the lowest (−127…127), fewer bits use all; where zero points are stored, ``scale = (max − min) / (2^bits − 1)`` over a
-range that holds 0; scales of blocks are rounded to bfloat16 and stored as FP16.
+Numbers become codes by the rule of ai-edge-quantizer (0.10.0, min/max), which made Google's files:
+``scale = max|w| / qmax``, codes rounded to the nearest, ties to even; symmetric codes of whole bytes leave out the
+lowest (−127…127), those of fewer bits do not; with zero points, ``scale = (max − min) / (2^bits − 1)`` over a range
+that includes 0; scales of blocks are rounded to bfloat16 and stored as FP16.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.integer]
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements at a time: 1 MiB of float32, which stays in a core's own cache."""
+"""Elements that are processed at a time: 1 MiB of float32, which stays in the cache of a core."""
 
 LARGEST_SCALE = float(np.finfo(np.float32).max) / (1 << 18)
-"""No code, less its zero point, times this leaves float32."""
+"""With a larger scale, (code − zero point) · scale could leave float32."""
 
-# A scale of zero would make every code one value.
+# Keeps scales above 0, with which nothing can be divided.
 _SMALLEST_BOUND = 1e-9
 _SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)
 
-# Spreads the codes of a byte over a little-endian integer that has a byte for each: shifts, and what to keep.
+# Bits → shifts and masks that spread the codes of a byte over the bytes of a little-endian integer.
 _SPREAD = MappingProxyType({4: ((4, 0x0F0F),), 2: ((12, 0x000F000F), (6, 0x03030303))})
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes lie in bytes: ``bits`` each, two's complement where ``signed``."""
+    """Packing of codes in bytes: ``bits`` each, two's complement if ``signed``."""
 
     bits: int
     signed: bool
 
     @property
     def dtype(self) -> np.dtype[np.integer[Any]]:
-        """Type that holds one unpacked code, little-endian."""
+        """The type of an unpacked code, little-endian."""
         return np.dtype(f"<{'i' if self.signed else 'u'}{-(-self.bits // 8)}")
 
     @property
@@ -61,7 +61,7 @@ class Packing:
         return self.lowest + (1 << self.bits) - 1
 
     def unpack(self, stored: bytes) -> Integers:
-        """All codes that ``stored`` holds, flat, of :attr:`dtype`."""
+        """Unpack all codes in ``stored``, flat, of :attr:`dtype`."""
         codes = unpack_bytes(np.frombuffer(stored, np.uint8), self.bits)
         if self.signed and self.bits < 8:
             codes ^= np.uint8(-self.lowest)
@@ -79,7 +79,7 @@ CODE_TYPES = MappingProxyType(
         TensorType.INT2: Packing(2, True),
     }
 )
-"""Element types that hold quantized codes. INT16 is that of vectors where every operator is quantized."""
+"""Element types that hold quantized codes; INT16 for vectors of fully quantized models."""
 
 FLOAT_TYPES = frozenset({TensorType.FLOAT32, TensorType.FLOAT16, TensorType.BFLOAT16})
 """Element types that hold real numbers."""
@@ -89,14 +89,14 @@ NUMBER_TYPES = FLOAT_TYPES | CODE_TYPES.keys()
 
 
 def pack_bytes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """Codes of ``bits`` bits, a byte each, as packed bytes: 8 / ``bits`` neighbours each, the first in the low bits.
+    """Pack codes of a byte each into ``bits`` bits, the first in the low bits.
 
     Args:
-        codes: contiguous, the last axis a multiple of 8 / ``bits``; what lies above their ``bits`` bits is 0.
+        codes: contiguous, the last axis a multiple of 8 / ``bits``; bits above the lowest ``bits`` are 0.
     """
     if bits == 8:
         return codes
-    # The codes of a byte at once, as one little-endian integer whose bytes they are.
+    # All codes of a packed byte at once: the bytes of one little-endian integer.
     wide = codes.view("<u2" if bits == 4 else "<u4")
     packed = wide.copy()
     for place in range(1, 8 // bits):
@@ -106,7 +106,7 @@ def pack_bytes(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]
 
 
 def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """What :func:`pack_bytes` packed, from bytes whose last axis is contiguous; of whole bytes ``stored`` itself."""
+    """Undo :func:`pack_bytes`; the last axis of ``stored`` is contiguous. Codes of whole bytes stay the same array."""
     if bits >= 8:
         return stored
     wide = stored.astype("<u2" if bits == 4 else "<u4")
@@ -118,7 +118,7 @@ def unpack_bytes(stored: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uin
 
 
 def round_floats(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
-    """Finite numbers, flat, rounded to a type of :data:`FLOAT_TYPES`: to the nearest, ties to even; BF16 as uint16.
+    """Round finite numbers, flat, to a type of :data:`FLOAT_TYPES`, ties to even; BF16 is returned as uint16.
 
     Raises:
         OverflowError: a number leaves the range of the type.
@@ -145,7 +145,7 @@ def round_floats(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
 
 
 def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
-    """Little-endian numbers of a type of :data:`FLOAT_TYPES` as float32, exactly; flat."""
+    """Convert little-endian numbers of a type of :data:`FLOAT_TYPES` exactly to float32, flat."""
     if type_ is TensorType.FLOAT32:
         return np.frombuffer(stored, "<f4")
     if type_ is TensorType.BFLOAT16:
@@ -157,11 +157,7 @@ def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
 
 
 def encode_floats(values: Floats, type_: TensorType, name: str) -> bytes:
-    """float32 values, flat, as the floating-point type ``type_``, rounded to the nearest.
-
-    Raises:
-        UnsupportedError: a value leaves the type.
-    """
+    """Encode ``values``, flat, as ``type_``, rounded to the nearest; UnsupportedError if one leaves its range."""
     if np.isfinite(values).all():
         with suppress(OverflowError):
             return round_floats(values, type_).tobytes()
@@ -170,10 +166,10 @@ def encode_floats(values: Floats, type_: TensorType, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a constant lies in its file, which is how what replaces it has to lie.
+    """Element type, shape and grouping by scale of a constant in its file.
 
-    In stored order it is ``[repeats, groups, columns]``: rows of ``columns`` neighbours that share a scale, of which
-    there are ``groups``; row ``r`` has scale ``r % groups``.
+    In stored order it is ``[repeats, groups, columns]``: rows of ``columns`` neighbours that share one of ``groups``
+    scales; row ``r`` has scale ``r % groups``.
     """
 
     type: TensorType
@@ -185,7 +181,7 @@ class Storage:
 
     @property
     def packing(self) -> Packing | None:
-        """How codes are packed; None for floats."""
+        """The packing of codes; None for floats."""
         return CODE_TYPES.get(self.type)
 
     @property
@@ -199,33 +195,33 @@ class Storage:
 
     @property
     def groups(self) -> int:
-        """How many scales there are."""
+        """Number of scales."""
         if self.kind == "blockwise":
             return self.elements // self.block_size
         return self.shape[self.axis] if self.kind == "per_channel" else 1
 
     @property
     def columns(self) -> int:
-        """Neighbours that share a scale; 1 where there is one scale for all."""
+        """Number of neighbours that share a scale; 1 if there is one scale for all."""
         if self.kind == "blockwise":
             return self.block_size
         return math.prod(self.shape[self.axis + 1 :]) if self.kind == "per_channel" else 1
 
     @property
     def rows(self) -> int:
-        """How many such groups of neighbours there are."""
+        """Number of rows of :attr:`columns` neighbours."""
         return self.elements // self.columns if self.columns else 0
 
     @property
     def by_rows(self) -> bool:
-        """Whether each of :attr:`rows` has a scale of its own, so that some of them can be taken alone."""
+        """Whether each of :attr:`rows` has its own scale, so that some rows can be processed alone."""
         return self.packing is not None and self.rows == self.groups
 
     def quantized(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64], Floats]:
-        """Scales and zero points, each ``[groups]``, and codes, shaped like ``values`` and still float32.
+        """Return scales and zero points, each ``[groups]``, and codes, float32 in the shape of ``values``.
 
         Args:
-            values: all of the constant, or, where it is :attr:`by_rows`, some whole rows.
+            values: the whole constant, or some rows if it is :attr:`by_rows`.
 
         Raises:
             UnsupportedError: a scale of blocks leaves FP16.
@@ -234,8 +230,8 @@ class Storage:
         return scale, zero_point, self.quantize_by(values, scale, zero_point)
 
     def quantize_by(self, values: Floats, scale: Floats, zero_point: npt.NDArray[np.int64]) -> Floats:
-        """The codes of ``values`` with these scales and zero points, as :meth:`quantized` gives them."""
-        # By a scale of 0 every code stands for 0, and nothing can be divided.
+        """Return the codes of ``values`` with given scales and zero points, as :meth:`quantized` does."""
+        # With a scale of 0, every code stands for 0.
         codes: npt.NDArray[Any] = self.group_by_scale(values) / np.where(scale > 0, scale, np.float32(1))[:, None]
         if not self.symmetric:
             codes += zero_point[:, None].astype(np.float32)
@@ -243,12 +239,12 @@ class Storage:
         return codes.reshape(values.shape)
 
     def group_by_scale(self, values: Floats) -> npt.NDArray[Any]:
-        """``values`` as ``[repeats, groups, columns]``."""
+        """Reshape ``values`` to ``[repeats, groups, columns]``."""
         return values.reshape((1, -1, self.columns) if self.by_rows else (-1, self.groups, self.columns))
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The lowest and the highest code that the rule uses."""
+        """The lowest and the highest code that the quantizer uses."""
         assert self.packing is not None
         is_narrow = self.symmetric and self.packing.signed and self.packing.bits >= 8
         return self.packing.lowest + is_narrow, self.packing.highest
@@ -256,11 +252,11 @@ class Storage:
     def dequantize_inplace(
         self, codes: Floats, scale: Floats, zero_point: npt.NDArray[np.int64], begin: int = 0
     ) -> None:
-        """Turn ``codes`` of elements from ``begin`` on, flat, into the numbers that they stand for, in place."""
+        """Convert ``codes`` of the elements from ``begin`` on, flat, to numbers in place."""
         groups_of_rows: slice | Integers = slice(0, 1)
         columns = codes.size
         if self.groups > 1:
-            # A range may begin or end within a row of a constant with more axes than its weight.
+            # A range may begin or end within a row if the constant has more axes than its weight.
             columns = self.columns if not (begin % self.columns or codes.size % self.columns) else 1
             first, last = begin // columns, (begin + codes.size) // columns
             groups_of_rows = slice(first, last)
@@ -272,7 +268,7 @@ class Storage:
         rows *= scale[groups_of_rows, None]
 
     def pack_codes(self, codes: npt.NDArray[Any]) -> bytes:
-        """Codes of any type, flat, as bytes; they begin on one, and the last is filled up with zeros."""
+        """Pack codes of any type, flat, into bytes; the last byte is padded with zeros."""
         assert self.packing is not None
         bits = self.packing.bits
         codes = codes.astype(self.packing.dtype, copy=False)
@@ -283,7 +279,7 @@ class Storage:
         return pack_bytes(codes.view(np.uint8) & np.uint8((1 << bits) - 1), bits).tobytes()
 
     def compute_scales(self, values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Scales and zero points of ``values``, as :meth:`quantized` gives them."""
+        """Return scales and zero points of ``values``, as :meth:`quantized` does."""
         rows = self.group_by_scale(values)
         lowest, highest = self.bounds
         low = np.minimum(rows.min(axis=(0, 2)), np.float32(0))
@@ -299,12 +295,12 @@ class Storage:
 
 
 def _round_block_scales(scale: Floats) -> Floats:
-    """Scales as a file stores them for blocks: BF16 numbers, in FP16."""
+    """Round scales of blocks as files store them: BF16 numbers in FP16."""
     try:
         brains = widened(round_floats(scale, TensorType.BFLOAT16).tobytes(), TensorType.BFLOAT16)
         halves = round_floats(brains, TensorType.FLOAT16)
     except OverflowError as error:
         raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error
-    # What underflows FP16 is a block of nothing but zeros.
+    # Only the scale of a block of zeros underflows FP16.
     stored: Floats = np.maximum(halves.astype(np.float32), _SMALLEST_F16)
     return stored

@@ -1,8 +1,8 @@
-"""One TFLite model, read-only: subgraphs, tensors, operators, signatures, and where constants lie.
+"""Read a TFLite model: subgraphs, tensors, operators, signatures, and the locations of constants.
 
-Field slots are those of the TFLite schema, in the order in which it declares them. The published Python bindings
-(``tflite`` 2.18.0) predate INT2, blockwise quantization and external buffers, and misread operator codes that the
-quantizer writes into the newer field only; the schema's wire format has not changed, so it is read directly.
+Field slots follow the order of the TFLite schema. The published Python bindings (``tflite`` 2.18.0) predate INT2,
+blockwise quantization and external buffers, and misread operator codes that the quantizer writes into the newer field
+only; the wire format has not changed, so it is read directly.
 
 A constant's bytes lie in one of three places:
 
@@ -65,7 +65,7 @@ ELEMENT_BITS: MappingProxyType[TensorType, int] = MappingProxyType(
 
 _LONGEST_LABEL = 90
 _LARGEST_DIMENSION_PRODUCT = 1 << 40
-# What Google's own externalizer writes for bytes as they would stand in Buffer.data; nothing of LiteRT reads it.
+# Packings that change no bytes: Google's externalizer writes the second, which LiteRT never reads.
 _PLAIN_PACKINGS = frozenset({"", "unpacked"})
 _EXTERNAL_GROUP = "tflite_weights"
 
@@ -74,10 +74,10 @@ _COMPOSITE_OPTIONS = 21
 _BLOCKWISE = 2
 _DETAILS = MappingProxyType({0: "none", 1: "custom", _BLOCKWISE: "blockwise", 3: "multi-axis"})
 
-# Id in the union of options, of the operators whose options matter here.
+# Operator → id of its options in the union, for operators whose options matter here.
 _OPTION_TYPES: dict[str, int] = load_mapping("tflite_schema")["option_types"]
 
-# Slot of `fused_activation_function` in the options of the operators that have one.
+# Operator → slot of `fused_activation_function` in its options.
 _ACTIVATION_SLOT = dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV", "L2_NORMALIZATION"), 0) | {
     "CONCATENATION": 1,
     "CONV_2D": 3,
@@ -86,7 +86,7 @@ _ACTIVATION_SLOT = dict.fromkeys(("FULLY_CONNECTED", "ADD", "MUL", "SUB", "DIV",
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Details of blockwise quantization: the scales sit in another tensor, ``[…, blocks]``, usually FP16."""
+    """Details of blockwise quantization, whose scales are another tensor, ``[…, blocks]``, usually FP16."""
 
     scales: int  # index of the tensor with the scales
     zero_points: int  # index of the tensor with the zero points; -1 for none
@@ -95,12 +95,11 @@ class Blockwise:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization metadata of a tensor. Presence proves nothing: F32 tensors carry it too."""
+    """Quantization metadata of a tensor. F32 tensors may have it, too."""
 
-    axis: int  # ``quantized_dimension``, the axis the scales run along
+    axis: int  # ``quantized_dimension``, the axis of the scales
     details: str  # "none", "custom", "blockwise", "multi-axis" or "unknown (N)"
     blockwise: Blockwise | None
-    # Where they stand in the model, and how many there are; none of them is read yet.
     scales: Vector = field(repr=False)
     zero_points: Vector = field(repr=False)
 
@@ -115,14 +114,14 @@ class Quantization:
         return np.frombuffer(self.zero_points.stored(), "<i8")
 
     def same_scales(self, other: Quantization) -> bool:
-        """Whether scales and zero points are those of ``other``; where they are the same bytes, none is read."""
+        """Whether scales and zero points equal those of ``other``; the same bytes need not be read."""
         pairs = ((self.scales, other.scales), (self.zero_points, other.zero_points))
         return all(a.count == b.count and (a.start == b.start or a.stored() == b.stored()) for a, b in pairs)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a subgraph. ``type_id`` is kept as stored: it may be one this package does not know."""
+    """A tensor of a subgraph; its ``type_id`` may be unknown to this package."""
 
     subgraph: int
     index: int
@@ -152,8 +151,8 @@ class Tensor:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
-        # Exporters put a module's whole path in front; what tells tensors apart is at the end.
+        """Description for messages."""
+        # Exporters prefix the path of the module; the end of a name identifies the tensor.
         name = self.name if len(self.name) <= _LONGEST_LABEL else f"…{self.name[-_LONGEST_LABEL:]}"
         return f"tensor {self.index} {escape(name)!r} ({self.type_name} {list(self.shape)})"
 
@@ -169,17 +168,16 @@ class Operator:
     outputs: tuple[int, ...]
     composite: str | None  # name of a STABLEHLO_COMPOSITE; None for any other operator
     body: int  # subgraph with the composite's decomposition; -1 for none
-    # What the composite says of itself, a flexbuffer that is not read yet; None where there are none.
-    attributes: Vector | None = field(repr=False)
+    attributes: Vector | None = field(repr=False)  # of a composite: a flexbuffer
     activation: int  # fused activation function of the kinds that have one (0 none)
     options: Table | None = field(repr=False, compare=False)
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Description for messages."""
         name = f"{self.kind} {escape(self.composite)}" if self.composite is not None else escape(self.kind)
-        where = f" of subgraph {self.subgraph}" if self.subgraph else ""
-        return f"op {self.index} {name}{where}"
+        suffix = f" of subgraph {self.subgraph}" if self.subgraph else ""
+        return f"op {self.index} {name}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ class TfliteModel:
     _external: MappingProxyType[int, tuple[str, int, int, str]] = field(repr=False)
 
     def signature(self, key: str) -> Signature | None:
-        """The signature called ``key``; None when there is none."""
+        """Find the signature ``key``; None if there is none."""
         return next((s for s in self.signatures if s.key == key), None)
 
     def tensor(self, subgraph: int, index: int) -> Tensor:
@@ -230,7 +228,7 @@ class TfliteModel:
         return offset > 1 or data.count > 0
 
     def locate(self, tensor: Tensor) -> Region:
-        """The bytes of the constant ``tensor``; their number is checked against shape and type.
+        """Locate the bytes of the constant ``tensor``, and check their number against shape and type.
 
         Raises:
             FormatError: there are none, or not as many as the shape says.
@@ -251,7 +249,7 @@ class TfliteModel:
         return location
 
     def data_of(self, tensor: Tensor) -> Region:
-        """The bytes that ``tensor`` names as its own, whatever its type says; empty where there are none.
+        """Locate the bytes of ``tensor`` without checking their number; empty if it has none.
 
         Raises:
             FormatError, TruncatedError, UnsupportedError: as :meth:`locate`.
@@ -261,7 +259,7 @@ class TfliteModel:
         else:
             data, offset, size = self._buffers[tensor.buffer]
             region = self.region
-            # Of a buffer with both, LiteRT takes the data.
+            # If a buffer has data and an offset, LiteRT reads the data.
             if offset <= 1 or data.count:
                 offset, size = data.start, data.count
         if region is None:
@@ -277,7 +275,7 @@ class TfliteModel:
         return region.part(offset, size, tensor.label)
 
     def _find_external_range(self, tensor: Tensor) -> tuple[int, int]:
-        """(offset, length) in the TFLiteWeights section."""
+        """Return (offset, length) in the TFLiteWeights section."""
         if tensor.external_buffer not in self._external:
             raise FormatError(
                 f"{self.region.source.name}: {tensor.label} points to external buffer {tensor.external_buffer:#x}, "
@@ -293,13 +291,13 @@ class TfliteModel:
 
 
 def read_model(region: Region, weights: Region | None = None, budget: Budget | None = None) -> TfliteModel:
-    """Read the structure of the TFLite model in ``region``; no constant is read.
+    """Read the structure of the TFLite model in ``region``, without its constants.
 
-    ``budget`` bounds the work; whoever tries many candidates lets them share one.
+    ``budget`` bounds the work, and can be shared by several models.
 
     Raises:
-        FormatError: not a TFLite model, or one that contradicts itself.
-        TruncatedError: it leaves the region.
+        FormatError: it is no TFLite model, or an inconsistent one.
+        TruncatedError: it ends beyond the region.
     """
     if region.size < 8 or region.read(4, 4) != TFLITE_IDENTIFIER:
         why = "is not a TFLite model (no TFL3 identifier). The file is damaged: fetch it again."
@@ -315,47 +313,47 @@ def read_model(region: Region, weights: Region | None = None, budget: Budget | N
 
 
 def _read_external_buffers(root: Table) -> MappingProxyType[int, tuple[str, int, int, str]]:
-    """By id, the group of an external buffer, its offset and length there, and its packing."""
+    """Map the id of each external buffer to its group, offset, length and packing."""
     groups = tuple(table.string(0) or "" for table in root.tables(8))
     external = {}
     for table in root.tables(9):
         group = table.integer(1, "I")
         name = groups[group] if group < len(groups) else f"(group {group} of {len(groups)})"
-        place = table.integer(2, "Q"), table.integer(3, "Q")
-        external[table.integer(0, "I")] = (name, *place, table.string(4) or "")
+        offset, length = table.integer(2, "Q"), table.integer(3, "Q")
+        external[table.integer(0, "I")] = (name, offset, length, table.string(4) or "")
     return MappingProxyType(external)
 
 
 def _read_signatures(root: Table, subgraphs: tuple[Subgraph, ...]) -> tuple[Signature, ...]:
-    """The signatures; one that is listed several times is one."""
+    """Read the signatures, each once even if it is listed several times."""
     signatures = dict[object, Signature]()
     for table in root.tables(7):
         key, index = table.string(2) or "", table.integer(4, "I")
-        what = f"signature {escape(key)!r} names"
+        subject = f"signature {escape(key)!r} names"
         if index >= len(subgraphs):
-            raise table.buffer.make_error(f"{what} subgraph {index} of {len(subgraphs)}")
+            raise table.buffer.make_error(f"{subject} subgraph {index} of {len(subgraphs)}")
         count = len(subgraphs[index].tensors)
-        inputs, outputs = _read_named_tensors(table, 0, count, what), _read_named_tensors(table, 1, count, what)
+        inputs, outputs = (_read_named_tensors(table, slot, count, subject) for slot in (0, 1))
         interface = (*inputs.items(), None, *outputs.items())
         signatures.setdefault((key, index, interface), Signature(key, index, inputs, outputs))
     return tuple(signatures.values())
 
 
-def _read_named_tensors(table: Table, slot: int, count: int, what: str) -> MappingProxyType[str, int]:
-    """By name, the indices in ``slot``, each of one of ``count`` tensors."""
+def _read_named_tensors(table: Table, slot: int, count: int, subject: str) -> MappingProxyType[str, int]:
+    """Map names to tensor indices below ``count``; ``subject`` begins the messages of errors."""
     tensors = {}
     for entry in table.tables(slot):
         name, tensor = entry.string(0) or "", entry.integer(1, "I")
         if tensor >= count:
-            raise table.buffer.make_error(f"{what} tensor {tensor} as {escape(name)!r}")
+            raise table.buffer.make_error(f"{subject} tensor {tensor} as {escape(name)!r}")
         if name in tensors:
-            raise table.buffer.make_error(f"{what} {escape(name)!r} twice")
+            raise table.buffer.make_error(f"{subject} {escape(name)!r} twice")
         tensors[name] = tensor
     return MappingProxyType(tensors)
 
 
 def _read_operator_code(table: Table) -> str:
-    # Ids up to 126 are in the old one-byte field as well; whichever writer, the larger of the two is meant.
+    # Writers fill the old one-byte field, the new field, or both; the larger is the code.
     code = max(table.integer(0, "b"), table.integer(3, "i"))
     names: list[str] = load_mapping("tflite_schema")["builtin_operators"]
     name = names[code] if 0 <= code < len(names) else f"unknown ({code})"
@@ -374,22 +372,22 @@ def _read_subgraph(table: Table, index: int, codes: tuple[str, ...], buffers: in
     )
 
 
-def _read_tensor_indices(table: Table, slot: int, count: int, what: str) -> tuple[int, ...]:
-    """The indices in ``slot``, each of one of ``count`` tensors, or -1."""
+def _read_tensor_indices(table: Table, slot: int, count: int, subject: str) -> tuple[int, ...]:
+    """Read tensor indices below ``count``, or -1; ``subject`` begins the messages of errors."""
     indices = table.integers(slot, "i")
     for tensor in indices:
         if not -1 <= tensor < count:
-            raise table.buffer.make_error(f"{what} names tensor {tensor}, and it has {count}")
+            raise table.buffer.make_error(f"{subject} names tensor {tensor}, and it has {count}")
     return indices
 
 
 def _read_operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ...], tensors: int) -> Operator:
-    what = f"op {index} of subgraph {subgraph}"
+    subject = f"op {index} of subgraph {subgraph}"
     code = entry.integer(0, "I")
     if code >= len(codes):
-        raise entry.buffer.make_error(f"{what} has operator code {code} of {len(codes)}")
+        raise entry.buffer.make_error(f"{subject} has operator code {code} of {len(codes)}")
     kind = codes[code]
-    # LiteRT takes options of another operator's type for none.
+    # LiteRT ignores options of another operator's type.
     options = entry.table(4) if entry.integer(3, "B") == _OPTION_TYPES.get(kind) else None
     slot = _ACTIVATION_SLOT.get(kind)
     composite = entry.table(12) if kind == _COMPOSITE and entry.integer(11, "B") == _COMPOSITE_OPTIONS else None
@@ -397,8 +395,8 @@ def _read_operator(entry: Table, subgraph: int, index: int, codes: tuple[str, ..
         subgraph,
         index,
         kind,
-        _read_tensor_indices(entry, 1, tensors, what),
-        _read_tensor_indices(entry, 2, tensors, what),
+        _read_tensor_indices(entry, 1, tensors, subject),
+        _read_tensor_indices(entry, 2, tensors, subject),
         (composite.string(0) or "") if composite else None,
         composite.integer(1, "i", -1) if composite else -1,
         composite.vector(2, 1) if composite else None,

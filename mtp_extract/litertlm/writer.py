@@ -1,7 +1,7 @@
-"""Writing a bundle with more sections, and the header that says where they lie.
+"""Add sections to a bundle, and rewrite its header.
 
-The new header stands before the old one, which stays as it was: an offset of a flatbuffer leads forward only, so a new
-root and a new list of sections may lead on into the old buffer. Whatever the schema has learned since is kept with it.
+The old header stays: a new root and a new list of sections are written before it and point into it, as offsets of a
+flatbuffer lead forward. Fields of newer schemas are kept that way.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mtp_extract.litertlm.container import HEADER_START, Bundle, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 
 SECTION_ALIGNMENT = 16384
-"""Sections begin at a multiple of it."""
+"""Sections begin at a multiple of this many bytes."""
 
 _STRING_VALUE = 9
-# What the old header is moved by is a multiple of it, so that whatever was aligned in it still is.
+# The old header moves by a multiple of it, so that its fields stay aligned.
 _HEADER_ALIGNMENT = 64
 
 
 class NewSection(NamedTuple):
-    """A section that a bundle has not: its type, its items (strings) and its bytes."""
+    """A section to add: its type, its items and its bytes."""
 
     data_type: int
     items: Mapping[str, str]
@@ -35,7 +35,7 @@ class NewSection(NamedTuple):
 
 
 def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
-    """``bundle`` with the sections ``added`` at its end, read from where its parts lie.
+    """Return ``bundle`` with the sections ``added`` at its end; nothing is copied.
 
     Raises:
         UnsupportedError: the header has a field that cannot be rewritten, or does not fit before the first section.
@@ -57,7 +57,7 @@ def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
 def _build_header(
     bundle: Bundle, sections: Sequence[Section], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
 ) -> bytes:
-    """The header that lists ``sections`` and those that are ``added``, which lie at ``ranges`` now."""
+    """Build the header of ``sections`` and ``added`` ones, which lie at ``ranges``."""
     source, name = bundle.source, bundle.source.name
     region = Region(source, HEADER_START, bundle.header_end - HEADER_START, "the header")
     root = FlatBuffer(region).read_root()
@@ -84,7 +84,7 @@ def _build_header(
 
 
 def _write_place(listed: bytearray, fields: Sequence[int], place: tuple[int, int]) -> None:
-    """Write where a section lies into those of its two ``fields`` that are there."""
+    """Write (begin, end) of a section to the positions ``fields``; 0: the field is absent."""
     for at, value in zip(fields, place, strict=True):
         if at:
             listed[at : at + 8] = value.to_bytes(8, "little")
@@ -93,13 +93,13 @@ def _write_place(listed: bytearray, fields: Sequence[int], place: tuple[int, int
 def _build_front(
     root: Table, tables: Sequence[Table], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
 ) -> bytes:
-    """A root and a list of sections that lead on into the old header, right before which they are to stand."""
+    """Build the root and the list of sections that precede the old header and point into it."""
     builder = flatbuffers.Builder(1 << 12)
     to = builder.PrependUOffsetTRelative
     byte = builder.PrependUint8
     number = builder.PrependUint64
 
-    def table(*fields: tuple[Callable[[int], None], int] | None) -> int:
+    def write_table(*fields: tuple[Callable[[int], None], int] | None) -> int:
         builder.StartObject(len(fields))
         for slot, field in enumerate(fields):
             if field is not None:
@@ -107,7 +107,7 @@ def _build_front(
                 builder.Slot(slot)
         return int(builder.EndObject())
 
-    def offsets(places: Sequence[int]) -> int:
+    def write_offsets(places: Sequence[int]) -> int:
         builder.StartVector(4, len(places), 4)
         for place in reversed(places):
             to(place)
@@ -118,11 +118,11 @@ def _build_front(
         pairs = []
         for key, value in items.items():
             name, text = builder.CreateString(key), builder.CreateString(value)
-            pairs.append(table((to, name), (byte, _STRING_VALUE), (to, table((to, text)))))
-        sections.append(table((to, offsets(pairs)), (number, begin), (number, end), (byte, data_type)))
-    # Places count from the end, so that those in the old header are negative.
-    listed = table((to, offsets([*(-table.position for table in tables), *sections])))
-    new = table((to, -root.follow(0)) if root.at(0) else None, (to, listed))
+            pairs.append(write_table((to, name), (byte, _STRING_VALUE), (to, write_table((to, text)))))
+        sections.append(write_table((to, write_offsets(pairs)), (number, begin), (number, end), (byte, data_type)))
+    # Positions count back from the end of the new part: those in the old header are negative.
+    listed = write_table((to, write_offsets([*(-table.position for table in tables), *sections])))
+    new = write_table((to, -root.follow(0)) if root.at(0) else None, (to, listed))
     builder.Prep(_HEADER_ALIGNMENT, 0)
     builder.Finish(new)
     return bytes(builder.Output())

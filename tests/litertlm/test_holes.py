@@ -1,4 +1,4 @@
-"""Parts of a file that were never downloaded are told from rows that are zero in truth."""
+"""Pages that were never downloaded are distinguished from rows that really are zero."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = np.float32(1e-9) / np.float32(127)
 """ai-edge-quantizer's scale of a row of zeros in INT8."""
 
 
-def stored(
+def make_matrix(
     zeros: slice,
     scale: Floats,
     *,
@@ -34,7 +34,7 @@ def stored(
     before: int = 0,
     shape: tuple[int, int] = (ROWS, COLUMNS),
 ) -> QuantizedTensor:
-    """A matrix of codes none of which is 0 but in the rows ``zeros``, ``before`` bytes after a page of its file."""
+    """Make a matrix whose codes are 0 in the rows ``zeros`` alone, ``before`` bytes after a page of its file."""
     codes = np.random.default_rng(4).choice([-3, -2, -1, 1, 2, 3, 7], shape)
     codes[zeros] = 0
     storage = Storage(type_, shape, kind, 0, 32 if kind == "blockwise" else 0)
@@ -45,45 +45,45 @@ def stored(
     return QuantizedTensor(tensor, region, storage, scale, np.zeros(scale.shape, np.int64))
 
 
-def scales(count: int = ROWS) -> Floats:
-    """As those of rows of ordinary weights: all different."""
+def make_scales(count: int = ROWS) -> Floats:
+    """Make scales as rows of ordinary weights have: all different."""
     return np.random.default_rng(5).uniform(1e-3, 1e-2, count).astype(np.float32)
 
 
 @pytest.mark.parametrize(("before", "wanted"), [(0, range(128, 256)), (16, range(128, 255)), (4000, range(130, 257))])
 def test_a_page_of_zeros_is_a_hole_where_its_rows_have_scales_of_their_own(before: int, wanted: range) -> None:
-    """A page has 64 of these rows; zeros that are no whole page are around it."""
-    assert missing_rows(stored(slice(100, 300), scales(), before=before)) == wanted
+    """A page has 64 of these rows; the zeros around the whole pages do not count."""
+    assert missing_rows(make_matrix(slice(100, 300), make_scales(), before=before)) == wanted
 
 
 def test_rows_of_four_bits_and_blocks_are_found_too() -> None:
-    assert missing_rows(stored(slice(128, 384), scales(), type_=TensorType.INT4)) == range(128, 384)
+    assert missing_rows(make_matrix(slice(128, 384), make_scales(), type_=TensorType.INT4)) == range(128, 384)
     # The scales of blocks are two a row; the message counts blocks.
-    found = missing_rows(stored(slice(128, 384), scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise"))
-    assert found == range(256, 768)
+    rows = missing_rows(make_matrix(slice(128, 384), make_scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise"))
+    assert rows == range(256, 768)
 
 
 def test_a_matrix_of_which_nothing_was_downloaded_is_a_hole() -> None:
-    assert missing_rows(stored(slice(None), scales())) == range(ROWS)
+    assert missing_rows(make_matrix(slice(None), make_scales())) == range(ROWS)
 
 
 @pytest.mark.parametrize("value", [TINY, 0.0, 1.0, 0.005, 2**-24])
 def test_rows_that_a_quantizer_wrote_as_zeros_are_sound(value: float) -> None:
-    """Whatever it writes as their scale, it is one number."""
-    zeros, own = slice(64, 320), scales()
-    own[zeros] = value
-    assert missing_rows(stored(zeros, own)) is None
+    """A quantizer gives all of them the same scale."""
+    zeros, row_scales = slice(64, 320), make_scales()
+    row_scales[zeros] = value
+    assert missing_rows(make_matrix(zeros, row_scales)) is None
 
 
 def test_what_is_no_whole_page_is_sound() -> None:
-    """Rows that are zero by themselves, and zeros within rows."""
-    assert missing_rows(stored(slice(65, 127), scales())) is None
-    assert missing_rows(stored(slice(1, None, 2), scales())) is None
+    """Single rows of zeros, and fewer than a page."""
+    assert missing_rows(make_matrix(slice(65, 127), make_scales())) is None
+    assert missing_rows(make_matrix(slice(1, None, 2), make_scales())) is None
 
 
 def test_of_one_scale_for_all_or_floats_nothing_can_be_said() -> None:
-    assert missing_rows(stored(slice(64, 320), scales(1), kind="per_tensor")) is None
-    floats = stored(slice(64, 320), np.empty(0, np.float32), type_=TensorType.FLOAT32, kind="none")
+    assert missing_rows(make_matrix(slice(64, 320), make_scales(1), kind="per_tensor")) is None
+    floats = make_matrix(slice(64, 320), np.empty(0, np.float32), type_=TensorType.FLOAT32, kind="none")
     assert missing_rows(floats) is None
     assert [end - begin for begin, end in zero_pages(floats.location)] == [256 * COLUMNS * 4]
 
@@ -91,30 +91,30 @@ def test_of_one_scale_for_all_or_floats_nothing_can_be_said() -> None:
 def test_a_single_long_row_is_a_hole_where_its_scale_is_an_ordinary_one() -> None:
     long = (8, 3 * PAGE)
     ordinary = np.linspace(1e-3, 1e-2, 8, dtype=np.float32)
-    assert missing_rows(stored(slice(3, 4), ordinary, shape=long)) == range(3, 4)
+    assert missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) == range(3, 4)
     for value in (TINY, 0, 1):
         ordinary[3] = value
-        assert missing_rows(stored(slice(3, 4), ordinary, shape=long)) is None
+        assert missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) is None
 
 
 def test_a_page_of_scales_that_are_0_is_a_hole_where_codes_are_not() -> None:
-    shape, own = (2048, COLUMNS), scales(2048)
-    own[500:1524] = 0
-    assert missing_rows(stored(slice(0, 0), own, shape=shape)) == range(500, 501)
-    assert missing_rows(stored(slice(500, 1524), own, shape=shape)) is None
-    own[500:600] = 1e-3
-    assert missing_rows(stored(slice(0, 0), own, shape=shape)) is None
+    shape, row_scales = (2048, COLUMNS), make_scales(2048)
+    row_scales[500:1524] = 0
+    assert missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) == range(500, 501)
+    assert missing_rows(make_matrix(slice(500, 1524), row_scales, shape=shape)) is None
+    row_scales[500:600] = 1e-3
+    assert missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) is None
 
 
-def head_of(opened: Opened) -> Tensor:
+def find_head(opened: Opened) -> Tensor:
     return next(role.tensor for role in opened.drafter().walk.roles if role.role == "lm_head" and role.tensor)
 
 
 def test_a_bundle_with_a_hole_is_refused_by_tensor_and_rows(sample: Path, extracted: Path, tmp_path: Path) -> None:
-    """As a download leaves it of which a piece of 8 KiB in its head is missing."""
+    """A download misses 8 KiB of the head."""
     hollow = Path(shutil.copy(sample, tmp_path / "hollow.litertlm"))
     with mtp_extract.open(sample) as opened, hollow.open("r+b") as file:
-        head = opened.drafter_model().locate(head_of(opened))
+        head = opened.drafter_model().locate(find_head(opened))
         file.seek(aligned(head.begin, PAGE))
         file.write(bytes(2 * PAGE))
     for name, *arguments in (
@@ -122,26 +122,28 @@ def test_a_bundle_with_a_hole_is_refused_by_tensor_and_rows(sample: Path, extrac
         ("inspect", hollow, "--graph"),
         ("inspect", extracted, "--against", hollow),
     ):
-        done = run_here(name, *map(str, arguments))
-        assert done.returncode == 1
+        process = run_here(name, *map(str, arguments))
+        assert process.returncode == 1
         assert re.fullmatch(
             r"error: \S*hollow\.litertlm: rows \d+ to \d+ of lm_head \(tensor .*\) hold zeros .* not downloaded "
             r"completely\? Fetch the file again, and compare its SHA-256 with the publisher's\.\n",
-            done.stderr,
-        ), done.stderr
+            process.stderr,
+        ), process.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_zeros_in_floats_are_said_and_extracted(sample: Path, tmp_path: Path) -> None:
-    """Pruned rows are sound: of a head in F32, 400 rows of 256 bytes."""
+    """Pruned rows are valid: 400 rows of 256 bytes of a head in F32."""
     model = load(drafter_of(sample))
     with mtp_extract.open(sample) as opened:
-        head = head_of(opened)
+        head = find_head(opened)
     tensor = model.subgraphs[head.subgraph].tensors[head.index]
     values = np.random.default_rng(6).standard_normal(head.shape).astype(np.float32)
     values[100:500] = 0
     tensor.type, tensor.quantization = int(TensorType.FLOAT32), None
     set_buffer(model, tensor, values.tobytes())
     (tmp_path / "pruned.tflite").write_bytes(pack(model))
-    made = mtp_extract.extract(tmp_path / "pruned.tflite", tmp_path / "out", dtype="f32")
-    assert any(re.match(r"lm_head holds (98,304|102,400) bytes of zeros in whole pages\.", note) for note in made.notes)
+    result = mtp_extract.extract(tmp_path / "pruned.tflite", tmp_path / "out", dtype="f32")
+    assert any(
+        re.match(r"lm_head holds (98,304|102,400) bytes of zeros in whole pages\.", note) for note in result.notes
+    )

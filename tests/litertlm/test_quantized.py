@@ -18,11 +18,11 @@ from mtp_extract.litertlm.storage import CODE_TYPES, Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 
-def tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
+def describe_tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
     return Tensor(0, 0, "t", shape, type_, 1, 0, None, False, False)
 
 
-def stored(
+def make_tensor(
     type_: TensorType,
     shape: tuple[int, ...],
     data: bytes,
@@ -36,11 +36,11 @@ def stored(
     zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
     location = Region(Memory(data), 0, len(data), "test")
     layout = Storage(type_, shape, kind, axis, block, not zeros.any())
-    return QuantizedTensor(tensor(type_, shape), location, layout, scales, zeros)
+    return QuantizedTensor(describe_tensor(type_, shape), location, layout, scales, zeros)
 
 
 def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
-    """By single bits, the lowest first; the highest of a signed code counts negative."""
+    """Decode single bits, lowest first; the highest bit of a signed code counts negative."""
     packing = CODE_TYPES[type_]
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[: count * packing.bits]
     worth = 1 << np.arange(packing.bits)
@@ -59,15 +59,15 @@ def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
     ],
 )
 def test_golden_bytes(type_: TensorType, data: str, codes: list[int]) -> None:
-    source = stored(type_, (len(codes),), bytes.fromhex(data), "per_tensor", 0, [0.5])
+    source = make_tensor(type_, (len(codes),), bytes.fromhex(data), "per_tensor", 0, [0.5])
     np.testing.assert_array_equal(source.codes(), codes)
     np.testing.assert_array_equal(source.dequantize(), np.array(codes) * 0.5)
 
 
 def test_f32_is_taken_as_it_is() -> None:
-    """The seed's bug: norms with spurious scales came out as zeros."""
+    """An old bug: norms with spurious scales came out as zeros."""
     values = np.array([0.9916, -11.4, 1.0], "<f4")
-    source = stored(TensorType.FLOAT32, (3,), values.tobytes(), scale=[0.0], zero_point=[1])
+    source = make_tensor(TensorType.FLOAT32, (3,), values.tobytes(), scale=[0.0], zero_point=[1])
     np.testing.assert_array_equal(source.dequantize(), values)
     with pytest.raises(UnsupportedError, match="real numbers"):
         source.codes()
@@ -75,9 +75,9 @@ def test_f32_is_taken_as_it_is() -> None:
 
 def test_f16_and_bf16_are_widened_exactly() -> None:
     halves = np.array([1.5, -0.0009765625, 65504.0], "<f2")
-    np.testing.assert_array_equal(stored(TensorType.FLOAT16, (3,), halves.tobytes()).dequantize(), halves)
+    np.testing.assert_array_equal(make_tensor(TensorType.FLOAT16, (3,), halves.tobytes()).dequantize(), halves)
     # 0x3F80 is 1, 0xC049 is −3.140625, 0x0001 the smallest subnormal.
-    brains = stored(TensorType.BFLOAT16, (3,), np.array([0x3F80, 0xC049, 0x0001], "<u2").tobytes())
+    brains = make_tensor(TensorType.BFLOAT16, (3,), np.array([0x3F80, 0xC049, 0x0001], "<u2").tobytes())
     np.testing.assert_array_equal(brains.dequantize(), np.array([1.0, -3.140625, 2.0**-133], np.float32))
 
 
@@ -98,7 +98,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
     low, high = packing.lowest, packing.highest
     scale = data.draw(arrays(np.float32, scaled, elements=st.floats(0, 4, width=32)))
     zero = data.draw(arrays(np.int64, scaled, elements=st.integers(low, high)))
-    source = stored(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
+    source = make_tensor(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
 
     codes = decode(type_, raw, count).reshape(shape)
     np.testing.assert_array_equal(source.codes(), codes.reshape(-1))
@@ -120,13 +120,13 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
 @pytest.mark.parametrize("columns", [1, 3, 255, 256])
 @pytest.mark.parametrize("type_", [TensorType.INT2, TensorType.INT4, TensorType.INT8])
 def test_chunk_borders(type_: TensorType, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks so small that rows that begin in mid-byte fall on every kind of border."""
+    """With small chunks, rows that begin within a byte meet every kind of border."""
     monkeypatch.setattr("mtp_extract.litertlm.quantized.CHUNK_ELEMENTS", 512)
     rows = 1031
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, -(-rows * columns * CODE_TYPES[type_].bits // 8), np.uint8).tobytes()
     scale = rng.random(rows, np.float32)
-    source = stored(type_, (rows, columns), raw, "per_channel", 0, scale)
+    source = make_tensor(type_, (rows, columns), raw, "per_channel", 0, scale)
     expected = decode(type_, raw, rows * columns).reshape(rows, columns).astype(np.float32) * scale[:, None]
     np.testing.assert_array_equal(source.dequantize(), expected)
     for begin, end in ((0, 8), (64, 65), (8, rows * columns), (16 * columns, 24 * columns)):

@@ -1,4 +1,4 @@
-"""Bundles written anew: every section is where the header says, whatever was added."""
+"""Bundles with added sections: every section lies where the header says."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ ITEMS = st.dictionaries(st.sampled_from(["model_type", "backend_constraint", "x"
 PARTS = st.lists(st.builds(Part, st.integers(0, 12), CONTENT, ITEMS), min_size=1, max_size=5)
 
 
-def whole(data: bytes) -> Region:
+def wrap(data: bytes) -> Region:
     return Region(Memory(data), 0, len(data), "all of it")
 
 
-def section(data: bytes) -> Region:
-    """A section that is ``data``, in pieces that lie over each other."""
+def split_in_two(data: bytes) -> Region:
+    """Build a section with the content ``data`` from two overlapping pieces."""
     half = len(data) // 2
-    pieces = [(0, whole(data[:half] + b"?"[: len(data) - half])), (half, whole(data[half:]))]
+    pieces = [(0, wrap(data[:half] + b"?"[: len(data) - half])), (half, wrap(data[half:]))]
     return Region(Assembled("made", len(data), pieces), 0, len(data), "the section")
 
 
 @given(PARTS, PARTS)
 def test_sections_added(parts: list[Part], new: list[Part]) -> None:
     read = read_bundle(Memory(bundle(parts)))
-    again = add_sections(read, [NewSection(part.data_type, part.items, section(part.data)) for part in new])
-    found = read_bundle(again)
-    assert [(s.data_type, dict(s.items), again.read(s.begin, s.size)) for s in found.sections] == [
+    extended = add_sections(read, [NewSection(part.data_type, part.items, split_in_two(part.data)) for part in new])
+    result = read_bundle(extended)
+    assert [(s.data_type, dict(s.items), extended.read(s.begin, s.size)) for s in result.sections] == [
         (part.data_type, dict(part.items), part.data) for part in parts + new
     ]
-    assert all(s.begin % ALIGNMENT == 0 for s in found.sections if s.size)
-    assert found.version == read.version
+    assert all(s.begin % ALIGNMENT == 0 for s in result.sections if s.size)
+    assert result.version == read.version
 
 
 def test_what_is_written_is_what_was_planned(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(range(256)) * 100)
     with LocalSource(tmp_path / "source") as source:
-        pieces = [(10, Region(source, 300, 25_000, "a part")), (100, whole(b"over it")), (200, whole(bytes(50)))]
+        pieces = [(10, Region(source, 300, 25_000, "a part")), (100, wrap(b"over it")), (200, wrap(bytes(50)))]
         planned = Assembled("planned", 30_000, pieces)
 
         def fill(put: Put) -> None:
@@ -77,31 +77,31 @@ def test_a_source_that_shrank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [5, 15, 30, 45])
 def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be it copied, given, made or left as zeros: the file is read as any other, and compared."""
+    """Copied, inserted, filled or zero: every byte of the new file is read back and compared."""
     (tmp_path / "source").write_bytes(bytes(range(100)))
 
-    def spoiled(path: Path) -> LocalSource:
+    def spoil(path: Path) -> LocalSource:
         data = bytearray(path.read_bytes())
         data[number] ^= 1
         path.write_bytes(data)
         return LocalSource(path)
 
     with LocalSource(tmp_path / "source") as source:
-        planned = Assembled("planned", 50, [(0, Region(source, 30, 20, "a part")), (10, whole(b"other12345"))])
-        monkeypatch.setattr("mtp_extract.io.assembled.LocalSource", spoiled)
+        planned = Assembled("planned", 50, [(0, Region(source, 30, 20, "a part")), (10, wrap(b"other12345"))])
+        monkeypatch.setattr("mtp_extract.io.assembled.LocalSource", spoil)
         with pytest.raises(OutputError, match="reads back differently"):
             write_copy(tmp_path / "out", planned, fill=lambda put: put(25, b"made......"))
 
 
 def test_a_header_without_room() -> None:
     read = read_bundle(Memory(bundle([Part(1, b"x")])))
-    many = [NewSection(1, {"key": "v" * 300}, section(b"y")) for _ in range(60)]
+    many = [NewSection(1, {"key": "v" * 300}, split_in_two(b"y")) for _ in range(60)]
     with pytest.raises(UnsupportedError, match="no room"):
         add_sections(read, many)
 
 
 def test_a_header_with_a_field_that_is_not_known() -> None:
-    """It would be lost: a root of three fields, of which two are known."""
+    """A root with three fields, of which two are known: the third would be lost."""
     builder = flatbuffers.Builder()
     builder.StartObject(3)
     builder.PrependInt32Slot(2, 9, 0)
@@ -109,4 +109,4 @@ def test_a_header_with_a_field_that_is_not_known() -> None:
     header = bytes(builder.Output())
     data = b"LITERTLM" + struct.pack("<3I4xQ", 1, 7, 0, 32 + len(header)) + header
     with pytest.raises(UnsupportedError, match="newer than this release"):
-        add_sections(read_bundle(Memory(data)), [NewSection(1, {}, section(b"y"))])
+        add_sections(read_bundle(Memory(data)), [NewSection(1, {}, split_in_two(b"y"))])
