@@ -30,7 +30,7 @@ from mtp_extract.doctor.faults import ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving
 from mtp_extract.doctor.run import compare_with_served
-from mtp_extract.doctor.texts import read_samples, served_counts, text_fit
+from mtp_extract.doctor.texts import compare_with_base, count_served, read_samples
 from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.base_model import load_base
@@ -70,7 +70,7 @@ class Bench:
             told.append(Answer(made.pieces[0], tokens, None, 0.0, counted=counted))
         plan = DoctorPlan("the pair", "the base", max_tokens=NEW_TOKENS)
         chosen = read_samples(self.generator, [self.encoded[row] for row in rows], told, plan)
-        clean, text = served_counts(chosen, STEPS, base.stop_token_ids), text_fit(self.generator, chosen)
+        clean, text = count_served(chosen, STEPS, base.stop_token_ids), compare_with_base(self.generator, chosen)
         assert clean is not None
         key = (id(drafter), tuple(one.text.tokens for one in chosen), max(1, round(clean.tokens_per_round)))
         if key not in self._known:

@@ -44,7 +44,7 @@ def doctor_command(
     The exit status is 1 if drafter and base do not fit.
     """
     from mtp_extract.api import diagnose
-    from mtp_extract.doctor.verdict import diagnosis_tables
+    from mtp_extract.doctor.verdict import list_diagnosis_tables
 
     plan = DoctorPlan(
         place,
@@ -60,7 +60,7 @@ def doctor_command(
     )
     with TerminalReporter(quiet=print_json) as reporter:
         diagnosis = diagnose(plan, reporter)
-    say_report(diagnosis, diagnosis_tables(diagnosis), as_json=print_json)
+    say_report(diagnosis, list_diagnosis_tables(diagnosis), as_json=print_json)
     if diagnosis.outcome == "does not fit":
         raise typer.Exit(1)
 

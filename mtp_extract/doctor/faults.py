@@ -1,7 +1,7 @@
-"""What may be wrong in a serving stack, one thing each: the controls of a validation, and three that engines have had.
+"""Faults of a serving stack: the controls of a validation, and three that engines have had.
 
-Each is a row of :data:`FAULTS`: the drafter with that thing broken, whose counts along the served texts are those that
-a server with that fault is expected to have.
+Each row of :data:`FAULTS` breaks one thing of the drafter. The counts of the broken drafter along the served texts are
+what a server with that fault is expected to report.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.doctor.counts import Counts, expected_counts
+from mtp_extract.doctor.counts import Counts, compute_expected_counts
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter, MtpDrafter
 from mtp_extract.drafter.protocol import Drafter, RoundStart
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validation.controls import CONTROLS
 
-_MOVES = 0.01  # accepted drafts a token that a fault adds or takes, over all texts, to be told from none
+_LEAST_CHANGE = 0.01  # accepted drafts per token by which a fault has to change all texts to be compared
 POSITION = "position_off_by_one"
-"""The control that is the other of two runtimes' conventions."""
+"""Name of the control that puts the query where the other runtime puts it."""
 
 SOUND = "sound"
 """Name of the drafter as it is."""
-
 
 FAULTS: Mapping[str, tuple[str, str]] = {
     **{control.name: (control.what, control.suspect) for control in CONTROLS},
@@ -41,14 +40,16 @@ FAULTS: Mapping[str, tuple[str, str]] = {
         "when the drafter reads the base's K and V: after the tokens of the last round are in them",
     ),
 }
-"""The ten, by their key in the record: what is done, in words, and what to look at."""
+"""Key in the record → what is broken, and what to look at, in words."""
 
 
 def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag: int) -> dict[str, Drafter]:
-    """By fault, a drafter that has it; none where this one has nothing to break.
+    """Break the drafter in every way that it can be broken; by the name of the fault.
 
-    ``convention`` is, of the two, the one that it drafts better by, and ``lag`` as of :func:`count_expected`; the base
-    has so many ``layers``.
+    Args:
+        convention: the runtime's convention with which the drafter drafts better.
+        layers: how many the base has.
+        lag: tokens whose K and V are not written yet.
     """
     faulty: dict[str, Drafter] = {}
     for control in CONTROLS:
@@ -69,30 +70,34 @@ def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag:
 
 @dataclass(frozen=True)
 class ExpectedCounts:
-    """What a drafter comes to along some texts, as it is and with each thing broken."""
+    """Counts that are expected along some texts, of the drafter as it is and with each thing broken."""
 
     counts: Mapping[str, Counts]  # by name: first :data:`SOUND`, then the faults that change drafts
-    convention: Convention | None = None  # whose query position the drafter drafts better by; None where it has none
+    convention: Convention | None = None  # the convention with which it drafts better; None without a query position
 
 
 def count_expected(
     drafter: Drafter, base: Base, texts: Sequence[Text], steps: int, *, lag: float | None
 ) -> ExpectedCounts:
-    """The drafter as it is: of the two positions that runtimes put its query at, at the one where it drafts better.
+    """Count what the drafter is expected to have accepted, sound and broken.
+
+    Runtimes put its query at one of two positions: it is sound at the one where it drafts better.
 
     Args:
-        texts, steps: as of :func:`~mtp_extract.doctor.counts.expected_counts`.
-        lag: tokens that a round adds in serving, on the mean; None where nothing is to be broken.
+        texts, steps: as for :func:`~mtp_extract.doctor.counts.compute_expected_counts`.
+        lag: mean number of tokens that a round adds in serving; None to break nothing.
     """
     if not isinstance(drafter, MtpDrafter):
-        return ExpectedCounts({SOUND: expected_counts(base, [drafter], texts, steps)[0]})
+        return ExpectedCounts({SOUND: compute_expected_counts(base, [drafter], texts, steps)[0]})
     conventions = (LITERT, TRANSFORMERS)
-    both = expected_counts(base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps)
+    both = compute_expected_counts(
+        base, [FaultyDrafter(drafter, convention) for convention in conventions], texts, steps
+    )
     best, sound = max(zip(conventions, both, strict=True), key=lambda pair: float(pair[1].accepted.sum()))
     if lag is None:
         return ExpectedCounts({SOUND: sound}, best)
     faulty = break_drafter(drafter, best, base.num_layers, max(1, round(lag)))
-    by_fault = zip(faulty, expected_counts(base, [*faulty.values()], texts, steps), strict=True)
-    least = _MOVES * sound.tokens.sum()
+    by_fault = zip(faulty, compute_expected_counts(base, [*faulty.values()], texts, steps), strict=True)
+    least = _LEAST_CHANGE * sound.tokens.sum()
     changing = {name: counts for name, counts in by_fault if np.abs(counts.accepted - sound.accepted).sum() >= least}
     return ExpectedCounts({SOUND: sound, **changing}, best)

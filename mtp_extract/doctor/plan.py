@@ -11,7 +11,7 @@ from mtp_extract.validation.plan import MOST_STEPS
 
 @dataclass(frozen=True)
 class DoctorPlan:
-    """Which pair, beside which server, on which prompts: as :func:`~mtp_extract.api.diagnose` explains it."""
+    """Arguments of a diagnosis; :func:`~mtp_extract.api.diagnose` explains each."""
 
     place: str
     base: str
@@ -25,6 +25,6 @@ class DoctorPlan:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raise PlanError where a number is out of bounds."""
+        """Raise PlanError if a number is out of bounds."""
         check_bounds("max_tokens", self.max_tokens, least=8)
         check_bounds("drafts", self.drafts, least=1, most=MOST_STEPS)

@@ -1,4 +1,4 @@
-"""A whole diagnosis, from names to a result: the pair, what is expected of it, what is served, and what is wrong."""
+"""Run a diagnosis: ask the server, check the pair, count what is expected, and compare it with what was served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtp_extract.doctor.counts import Counts, rank_fits
 from mtp_extract.doctor.faults import SOUND, ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
-from mtp_extract.doctor.texts import Sample, ask_all, read_samples, rounds_of, served_counts, text_fit
+from mtp_extract.doctor.texts import Sample, ask_all, compare_with_base, count_rounds, count_served, read_samples
 from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import Network, load_any
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
@@ -36,7 +36,7 @@ _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transf
 
 
 def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) -> Diagnosis:
-    """As :func:`mtp_extract.diagnose`, of the drafter in ``place``, a directory or a ``.gguf``."""
+    """Diagnose the drafter in ``place``, a directory or a ``.gguf``; as :func:`mtp_extract.diagnose` explains."""
     identity = identify(place, public_name(str(place)))
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     prompts = list({prompt.key: prompt for prompt in all_prompts}.values())
@@ -45,7 +45,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
         with Server(plan.server, model=plan.model, key=plan.key) as server:
             reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
-            serving = _serving(server, answers)
+            serving = _describe_server(server, answers)
 
     reporter.say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
@@ -55,7 +55,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
     diagnosis = Diagnosis(
         drafter=identity,
         base=public_name(plan.base),
-        settings=_settings(plan, len(prompts), answers or ()),
+        settings=_list_settings(plan, len(prompts), answers or ()),
         serving=serving,
         checks=checks,
     )
@@ -67,9 +67,9 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
     return judge_diagnosis(diagnosis)
 
 
-def _settings(plan: DoctorPlan, prompts: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    """As asked for; drafts a round by the server's counters, where the plan does not say them."""
-    drafts = plan.drafts or _drafts_of(answers)
+def _list_settings(plan: DoctorPlan, prompts: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    """List what a second run needs; drafts per round come from the counters if the plan does not say them."""
+    drafts = plan.drafts or _infer_drafts_per_round(answers)
     return {
         "max_tokens": plan.max_tokens,
         "chat_template": plan.chat_template,
@@ -87,34 +87,34 @@ def _read_texts(
     plan: DoctorPlan,
     reporter: Reporter,
 ) -> None:
-    """Add to ``diagnosis`` what is expected and what was served along the texts of ``prompts``."""
+    """Add what is expected and what was served along the texts of ``prompts`` to ``diagnosis``."""
     encoded = [generator.codec.encode(prompt.content, chat_template=plan.chat_template) for prompt in prompts]
     reporter.say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
     chosen = read_samples(generator, encoded, answers, plan)
-    diagnosis.notes += _notes(chosen, len(prompts))
+    diagnosis.notes += _list_notes(chosen, len(prompts))
     if not chosen:
         return
     steps = int(diagnosis.settings["drafts"])
-    served = served_counts(chosen, steps, generator.base.stop_token_ids)
+    served = count_served(chosen, steps, generator.base.stop_token_ids)
     lag = served.tokens_per_round if served else None
     texts = [sample.text for sample in chosen]
     compare_with_served(diagnosis, count_expected(generator.drafter, generator.base, texts, steps, lag=lag), served)
-    diagnosis.text = text_fit(generator, chosen) if diagnosis.serving is not None else None
+    diagnosis.text = compare_with_base(generator, chosen) if diagnosis.serving is not None else None
 
 
 def compare_with_served(diagnosis: Diagnosis, expected: ExpectedCounts, served: Counts | None) -> None:
-    """Add to ``diagnosis`` what is expected, and which fault the counters of the same texts are like."""
+    """Add to ``diagnosis`` what is expected, and how likely each fault makes the counters of the same texts."""
     steps = int(diagnosis.settings["drafts"])
-    diagnosis.expected = expected.counts[SOUND].rates(steps)
+    diagnosis.expected = expected.counts[SOUND].estimate_rates(steps)
     diagnosis.convention = _CONVENTIONS[expected.convention] if expected.convention else None
     if served is not None:
-        diagnosis.served = served.rates(steps)
+        diagnosis.served = served.estimate_rates(steps)
         diagnosis.fits = rank_fits(served, expected.counts)
 
 
-def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
-    """A server, and all that it counted."""
-    counts = [(answer.counted.drafted, rounds_of(answer)) for answer in answers if answer.counted]
+def _describe_server(server: Server, answers: Sequence[Answer]) -> Serving:
+    """Sum up what a server counted in all answers."""
+    counts = [(answer.counted.drafted, count_rounds(answer)) for answer in answers if answer.counted]
     drafted = [drafts for drafts, _ in counts if drafts is not None]
     in_rounds = [(drafts, rounds) for drafts, rounds in counts if drafts and rounds]
     per_round = sum(d for d, _ in in_rounds) / sum(r for _, r in in_rounds) if in_rounds else None
@@ -122,15 +122,15 @@ def _serving(server: Server, answers: Sequence[Answer]) -> Serving:
     return Serving(server.name, server.kind.name, total, per_round)
 
 
-def _drafts_of(answers: Sequence[Answer]) -> int | None:
-    """Drafts a round, by the answer that has most on the mean; None where none tells."""
-    counts = [(answer.counted, rounds) for answer in answers if answer.counted and (rounds := rounds_of(answer))]
+def _infer_drafts_per_round(answers: Sequence[Answer]) -> int | None:
+    """Return drafts per round, from the answer with the highest mean; None if no answer has counters for it."""
+    counts = [(answer.counted, rounds) for answer in answers if answer.counted and (rounds := count_rounds(answer))]
     means = [(counters.drafted / rounds, counters.rounds) for counters, rounds in counts if counters.drafted]
     return max((round(mean) if rounds is None else math.ceil(mean) for mean, rounds in means), default=None)
 
 
-def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
-    """What was left out, and where the server read other prompts."""
+def _list_notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
+    """Say which texts were left out, and where the server read other prompts."""
     if left_out := prompts - len(chosen):
         uncounted = f"{left_out} of {several(prompts, 'text')}"
         yield f"Not counted: {uncounted}, too short, repeats, or not reported in these tokens."
@@ -139,15 +139,15 @@ def _notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
             f"The BOS token is added here to text that no chat template wrote, and not at the server, for {bare} of "
             f"{several(len(chosen), 'prompt')}: counted as the server read them."
         )
-    if other := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
+    if unlike := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
         yield (
-            f"Other tokens at the server, as by another chat template, for {other} of "
+            f"Other tokens at the server, as by another chat template, for {unlike} of "
             f"{several(len(chosen), 'prompt')}: counted as the server read them, where it says so."
         )
 
 
 def identify(place: Path, name: str) -> Identity:
-    """What is in ``place``; a CheckpointError where it is damaged, or holds no drafter."""
+    """Identify the drafter in ``place``; raises CheckpointError if it is damaged, or there is none."""
     layout, record = format_of(place), read_record(place)
     config = layout.read(place).config
     # Some configurations name the base themselves.
@@ -156,56 +156,56 @@ def identify(place: Path, name: str) -> Identity:
 
 
 def check_fit(place: Path, identity: Identity, drafter: Network, loaded: LoadedBase) -> list[Check]:
-    """Everything that has to agree, each by itself: what is wrong in one does not hide another."""
+    """Check everything in which drafter and base have to agree, even after one check has failed."""
     base = Base(loaded.model)
     with torch.inference_mode():
-        checks = [_same(what.removesuffix(" of"), *both) for what, *both in compare_needs(base, drafter.needs)]
+        checks = [_compare(name.removesuffix(" of"), *both) for name, *both in compare_needs(base, drafter.needs)]
     if drafter.needs.shared_kv:
-        checks += _attention(drafter.config, base)
+        checks += _check_attention(drafter.config, base)
     size = len(loaded.tokenizer)
     fits = size <= base.vocab_size
-    # Many a tokenizer lists tokens that its base has no row for; only a text with such a token does not fit.
+    # Many tokenizers list tokens for which their base has no row; only a text with such a token does not fit.
     beyond = "" if fits else "; a text with a token beyond these is refused"
     checks.append(Check("tokenizer's size", fits or None, f"{size} tokens, {base.vocab_size} in the base{beyond}"))
     if (file := place / "tokenizer.json").is_file():
-        checks.append(_tokenizer(file, loaded.tokenizer.get_vocab()))
-    return [*checks, _made_for(identity, loaded)]
+        checks.append(_check_tokenizer(file, loaded.tokenizer.get_vocab()))
+    return [*checks, _check_base_name(identity, loaded)]
 
 
-def _made_for(identity: Identity, loaded: LoadedBase) -> Check:
-    """Whether the base has the name of the one that the drafter was made for."""
+def _check_base_name(identity: Identity, loaded: LoadedBase) -> Check:
+    """Check that the base has the name of the one that the drafter was made for."""
     name = str(loaded.name).partition("@")[0].rstrip("/").rpartition("/")[2]
-    what = f"made for {identity.made_for or 'a base that is not known'}; here it is {name}, {loaded.dtype}"
+    names = f"made for {identity.made_for or 'a base that is not known'}; here it is {name}, {loaded.dtype}"
     is_named = name == (identity.made_for or "").rpartition("/")[2]
-    return Check("made for this base", True if is_named else None, escape(what))
+    return Check("made for this base", True if is_named else None, escape(names))
 
 
-def _same(name: str, drafter: object, base: object) -> Check:
+def _compare(name: str, drafter: object, base: object) -> Check:
     if drafter == base:
         return Check(name, True, escape(base))
     return Check(name, False, f"the drafter has {escape(drafter)}, the base {escape(base)}")
 
 
-def _attention(config: DrafterConfig, base: Base) -> Iterator[Check]:
+def _check_attention(config: DrafterConfig, base: Base) -> Iterator[Check]:
     ropes = getattr(base.config, "rope_parameters", None) or {}
     for kind, layer in config.kv_layers.items():
         rope = ropes.get(kind)
         if isinstance(rope, Mapping):
             of_base = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
-            yield _same(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), of_base)
+            yield _compare(f"RoPE, {kind}", (layer.rope.theta, layer.rope.partial_rotary_factor), of_base)
         if layer.sliding_window is not None:
-            yield _same("sliding window", layer.sliding_window, base.windows.get(kind))
+            yield _compare("sliding window", layer.sliding_window, base.windows.get(kind))
     cap, theirs = config.final_logit_softcap or None, getattr(base.config, "final_logit_softcapping", None) or None
     so = ": greedy drafts are the same, drawn ones are not"
     yield Check("soft cap", True if cap == theirs else None, f"{cap} and {theirs}{'' if cap == theirs else so}")
 
 
-def _tokenizer(file: Path, base: Mapping[str, int]) -> Check:
-    """The drafter's own against the base's, token by token."""
+def _check_tokenizer(file: Path, base: Mapping[str, int]) -> Check:
+    """Compare the drafter's tokenizer with the base's, token by token."""
     try:
         read = json.loads(file.read_bytes())
         listed = {**read["model"]["vocab"], **{token["content"]: token["id"] for token in read["added_tokens"]}}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return Check("tokenizer", None, f"it lists no tokens by number: {escape(error)}")
-    other = sum(base.get(token) != number for token, number in listed.items())
-    return Check("tokenizer", not other, f"{several(other, 'token')} unlike the base's" if other else "the base's own")
+    count = sum(base.get(token) != number for token, number in listed.items())
+    return Check("tokenizer", not count, f"{several(count, 'token')} unlike the base's" if count else "the base's own")

@@ -1,4 +1,4 @@
-"""The texts that a diagnosis looks along, what a server counted of each, and whether they are this base's."""
+"""Collect the texts of a diagnosis, what a server counted for each, and whether the base would write them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Text, likeliest_of_base
 
 TokenIds = tuple[int, ...]
-_FEW_ROUNDS = 4  # half of one more or less says nothing of drafts in so few
+_FEW_ROUNDS = 4  # with fewer rounds, half a round more or less leaves the drafts per round unknown
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text to look along."""
+    """A text along which drafts are counted."""
 
     text: Text
     answer: Answer | None = None  # None without a server
-    read_alike: bool | None = None  # whether the server read the prompt as it is here; None where it does not say
-    without_bos: bool = False  # whether it read the prompt but for the BOS token that it begins with here
+    read_alike: bool | None = None  # whether the server read the same prompt tokens; None if it does not report them
+    without_bos: bool = False  # whether it read the prompt without the BOS token that it begins with here
 
 
 def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list[Answer]:
-    """The greedy answers to all prompts with their counters, one at a time: so the page's between two are of one."""
+    """Ask for greedy answers, one at a time, so that each change of the metrics page belongs to one answer."""
     answers = []
     for prompt in prompts:
         before = server.counters()
@@ -48,8 +48,11 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
     return answers
 
 
-def rounds_of(answer: Answer) -> float | None:
-    """As reported; or what tokens and accepted drafts leave, half of one less for a last one without drafts."""
+def count_rounds(answer: Answer) -> float | None:
+    """Return the rounds that the server reports, or tokens − 1.5 − accepted drafts; None if neither is known.
+
+    Each round adds one token beside its drafts. The half is for the last round, which may have had no room for drafts.
+    """
     counted = answer.counted or Counters()
     if counted.rounds is not None or answer.tokens is None or counted.accepted is None:
         return counted.rounds
@@ -60,12 +63,12 @@ def rounds_of(answer: Answer) -> float | None:
 def read_samples(
     generator: SpeculativeGenerator, encoded: Sequence[TokenIds], answers: Sequence[Answer] | None, plan: DoctorPlan
 ) -> list[Sample]:
-    """Texts to count along; those that are too short, repeat another, or say nothing of drafts, are left out.
+    """Collect the texts along which drafts can be counted, without those that are too short or repeat another.
 
-    Rounds are of tokens, and most servers report text alone. Where one does, the reference writes after the same
-    prompts: text that is its own has its tokens; other text is made tokens again, and left out where these are not as
-    many as the server counts. Prompts are taken as the server read them, where it says so. Where no answer says
-    anything of drafts, all are kept.
+    Rounds are counted in tokens, and most servers report text alone. For such a server the reference answers the same
+    prompts: if the text is the same, so are its tokens. Any other text is tokenized, and left out if that gives another
+    number of tokens than the server counts. Prompts are the tokens that the server read, if it reports them. Answers
+    without counts of drafts are left out, unless no answer has any.
 
     Raises:
         PairError: the server writes tokens that the base does not have.
@@ -73,7 +76,7 @@ def read_samples(
     by_prompt: Sequence[Answer | None] = answers or [None] * len(encoded)
     _check_vocabulary(generator, answers or ())
     bos = getattr(generator.codec.tokenizer, "bos_token_id", None)
-    prompts = [_as_read(prompt, answer, bos) for prompt, answer in zip(encoded, by_prompt, strict=True)]
+    prompts = [_recover_prompt(prompt, answer, bos) for prompt, answer in zip(encoded, by_prompt, strict=True)]
     written = list[TokenIds]([()] * len(prompts))
     if not all(answer is not None and answer.token_ids is not None for answer in by_prompt):
         written = continue_prompts(generator.base, prompts, new_tokens=plan.max_tokens, batch=BATCH)
@@ -82,19 +85,19 @@ def read_samples(
     readable = [sample for part in parts if (sample := _read_sample(generator, *part)) is not None]
     again = find_repeats([sample.text.tokens for sample in readable])
     usable = [sample for index, sample in enumerate(readable) if sample.text.anchors and index not in again]
-    return [sample for sample in usable if _says_accepted(sample.answer)] or usable
+    return [sample for sample in usable if _reports_acceptance(sample.answer)] or usable
 
 
 def _read_sample(
     generator: SpeculativeGenerator, here: TokenIds, prompt: TokenIds, answer: Answer | None, reference: TokenIds
 ) -> Sample | None:
-    """A text of the server's, or of the reference without one; None where its tokens cannot be known.
+    """Read the server's text, or the reference's without a server; None if its tokens cannot be known.
 
     Args:
-        here: the prompt as the base's tokenizer has it; ``prompt`` as the server read it.
-        reference: what the reference wrote after it.
+        here: tokens of the prompt by the base's tokenizer; ``prompt`` those that the server read.
+        reference: tokens that the reference wrote after the prompt.
     """
-    tokens = reference if answer is None else _tokens(generator, answer, reference)
+    tokens = reference if answer is None else _recover_tokens(generator, answer, reference)
     if tokens is None:
         return None
     is_alike = None
@@ -104,7 +107,7 @@ def _read_sample(
 
 
 def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]) -> None:
-    """Raise a PairError where a server has tokens that the base does not have."""
+    """Raise PairError if the server's answers have tokens that the base does not have."""
     ids = (token for answer in answers for token in (*(answer.token_ids or ()), *(answer.prompt_ids or ())))
     most = max(ids, default=0)
     size = generator.base.vocab_size
@@ -115,20 +118,20 @@ def _check_vocabulary(generator: SpeculativeGenerator, answers: Sequence[Answer]
         )
 
 
-def _says_accepted(answer: Answer | None) -> bool:
+def _reports_acceptance(answer: Answer | None) -> bool:
     return answer is not None and answer.counted is not None and answer.counted.accepted is not None
 
 
-def _as_read(prompt: TokenIds, answer: Answer | None, bos: int | None) -> TokenIds:
-    """``prompt`` as the server read it: by its tokens; or, where it counts one less, without the BOS token."""
+def _recover_prompt(prompt: TokenIds, answer: Answer | None, bos: int | None) -> TokenIds:
+    """Return the tokens of ``prompt`` that the server read; without the BOS token if it counts one token less."""
     if answer is not None and answer.prompt_ids is not None:
         return answer.prompt_ids
     shorter = answer is not None and answer.prompt_tokens == len(prompt) - 1 > 0 and prompt[0] == bos
     return prompt[1:] if shorter else prompt
 
 
-def _tokens(generator: SpeculativeGenerator, answer: Answer, written: TokenIds) -> TokenIds | None:
-    """The tokens of an answer; None where they cannot be known. ``written``: what the reference wrote."""
+def _recover_tokens(generator: SpeculativeGenerator, answer: Answer, written: TokenIds) -> TokenIds | None:
+    """Return the tokens of an answer; None if they cannot be known. The reference wrote ``written``."""
     if answer.token_ids is not None or answer.reasoning:
         return answer.token_ids
     if answer.text == generator.codec.decode(written):
@@ -138,17 +141,17 @@ def _tokens(generator: SpeculativeGenerator, answer: Answer, written: TokenIds) 
     return tokens if (answer.tokens or len(tokens)) - len(tokens) in (0, 1) else None
 
 
-def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) -> Counts | None:
-    """The counters, text by text; None where nothing was drafted, or no counters are reported.
+def count_served(chosen: Sequence[Sample], steps: int, stops: Collection[int]) -> Counts | None:
+    """Count what the server drafted in each text; None if it drafted nothing or an answer has no counters.
 
-    vLLM counts drafts that the last round accepts beyond the end of the text. These are left out where rounds are
-    reported: a text's first token is of no round, and a round adds one beside its drafts; but the last one adds none
-    where a draft ended the text, in one of the tokens ``stops``. How deep the last round went is not reported: it is
-    taken to be as deep as any.
+    vLLM also counts drafts that the last round accepts beyond the end of the text. They are left out if rounds are
+    reported. A text's first token belongs to no round, and a round adds one token beside its accepted drafts; the last
+    round adds none if a draft ended the text with one of the tokens ``stops``. How many drafts the last round accepted
+    is not reported: it is assumed to be as deep as any.
     """
-    if not all(_says_accepted(sample.answer) for sample in chosen):
+    if not all(_reports_acceptance(sample.answer) for sample in chosen):
         return None
-    counted = [_within_text(sample.text, sample.answer, steps, stops) for sample in chosen if sample.answer]
+    counted = [_drop_drafts_beyond_text(sample.text, sample.answer, steps, stops) for sample in chosen if sample.answer]
     rounds = np.array([counts.rounds for counts in counted], np.float64)
     if not rounds.sum():
         return None
@@ -161,15 +164,15 @@ def served_counts(chosen: Sequence[Sample], steps: int, stops: Collection[int]) 
     )
 
 
-def _within_text(text: Text, answer: Answer, steps: int, stops: Collection[int]) -> Counters:
-    """The counters of an answer that has some, without drafts beyond the end of its ``text``; ``steps`` positions."""
+def _drop_drafts_beyond_text(text: Text, answer: Answer, steps: int, stops: Collection[int]) -> Counters:
+    """Return the counters of ``answer`` without drafts beyond the end of its ``text``, at ``steps`` positions."""
     counted = answer.counted or Counters()
     length = len(text.anchors)
     accepted = counted.accepted or 0
     if counted.rounds is None:
         return Counters(rounds=max(1, length - accepted), accepted=accepted)
 
-    beyond = max(0, accepted - _room(text, answer, counted.rounds, stops))
+    beyond = max(0, accepted - _count_possible_drafts(text, answer, counted.rounds, stops))
     accepted -= beyond
     if counted.positions is None:
         return Counters(rounds=counted.rounds, accepted=accepted)
@@ -180,18 +183,18 @@ def _within_text(text: Text, answer: Answer, steps: int, stops: Collection[int])
     return Counters(rounds=counted.rounds, accepted=accepted, positions=positions)
 
 
-def _room(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> int:
-    """Drafts that so many ``rounds`` can have accepted of ``text``."""
+def _count_possible_drafts(text: Text, answer: Answer, rounds: int, stops: Collection[int]) -> int:
+    """Return how many drafts that many ``rounds`` can have accepted within ``text``."""
     length = len(text.anchors)
     added = max(length, (answer.tokens or 0) - 1)  # the token that ended the text may be missing in it
     return max(0, added - rounds + (added > length or text.tokens[-1] in stops))
 
 
-def text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
-    """Whether the texts are what this base would write after these prompts."""
+def compare_with_base(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
+    """Measure whether the texts are what this base would write after these prompts."""
     texts = [sample.text for sample in chosen]
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
-    # Of every token after the prompts: the number of its text, and whether the base finds it likeliest.
+    # For every token after the prompts: the number of its text, and whether it is the base's argmax.
     text_of, hits = list[torch.Tensor](), list[torch.Tensor]()
     for group in groups([len(text.tokens) for text in texts], BATCH):
         likeliest = likeliest_of_base(generator.base, [texts[row] for row in group])

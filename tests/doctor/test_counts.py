@@ -11,11 +11,11 @@ import pytest
 from helpers.loop_server import played
 from msgspec import structs
 
-from mtp_extract.doctor.counts import Counts, expected_counts, rank_fits
+from mtp_extract.doctor.counts import Counts, compute_expected_counts, rank_fits
 from mtp_extract.doctor.faults import FAULTS, SOUND, ExpectedCounts, break_drafter
 from mtp_extract.doctor.result import Diagnosis, Identity, Rates, Serving, TextFit
 from mtp_extract.doctor.run import compare_with_served
-from mtp_extract.doctor.texts import Sample, served_counts
+from mtp_extract.doctor.texts import Sample, count_served
 from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.mtp import LITERT, MtpDrafter
 from mtp_extract.io.typed import Figure
@@ -38,7 +38,7 @@ def test_greedy_counts_are_what_the_loop_counts(
         loop = SpeculativeGenerator(generator.base, engine, generator.codec.tokenizer)
         results = [loop.generate(one, max_new_tokens=NEW_TOKENS, drafts=STEPS) for one in encoded[:5]]
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
-        (pattern,) = expected_counts(generator.base, [engine], along, STEPS)
+        (pattern,) = compute_expected_counts(generator.base, [engine], along, STEPS)
         counts = [played(result).counted for result in results]
         assert pattern.by_step is not None
         by_step = [[made.get(f"accepted_{step}", 0) for step in range(STEPS)] for made in counts]
@@ -54,7 +54,7 @@ def test_drafts_beyond_the_end_of_a_text_do_not_count() -> None:
 
     def counts(*positions: int, tokens: int = 10, stops: tuple[int, ...] = ()) -> tuple[float, list[float] | None]:
         told = Counters(rounds=5, drafted=15, accepted=sum(positions), positions=positions)
-        found = served_counts([Sample(text, Answer("", tokens, None, 0.0, counted=told))], STEPS, stops)
+        found = count_served([Sample(text, Answer("", tokens, None, 0.0, counted=told))], STEPS, stops)
         assert found is not None and found.tokens.tolist() == [9] and found.rounds.tolist() == [5]
         return float(found.accepted[0]), found.by_step[0].tolist() if found.by_step is not None else None
 
