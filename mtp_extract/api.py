@@ -344,15 +344,15 @@ def insert(
             f"{escape(bundle)}: expected the bundle that weights go into, found a checkpoint. {advice}"
         )
     source = checkpoint_here(source, or_bundle=True)
-    measuring = {} if base is None else _measuring(source, base, reporter)
+    measuring = {} if base is None else _choose_measurement(source, base, reporter)
     with planned_insertion(
         source, bundle, **measuring, graph_from=graph_from, section=section, reporter=reporter
     ) as plan:
         return plan if out is None else plan.write(out, overwrite=overwrite, force=force, reporter=reporter)
 
 
-def _measuring(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
-    """What an insertion of ``source`` measures beside ``base``: the drafter's ranges, or what grids cut off."""
+def _choose_measurement(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
+    """Choose what an insertion measures with ``base``: a drafter's ranges, or what the grids cut off of a base."""
     from mtp_extract.evaluation.extras import require
     from mtp_extract.insertion.base_checkpoint import holds_base
     from mtp_extract.io.opening import checkpoint_here
@@ -361,7 +361,7 @@ def _measuring(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
     if not Path(source).is_dir():
         why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
-    # Before anything is read: only static grids want it, and loading it would find out last.
+    # Checked first, since the base is loaded last, and only for static grids.
     checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
     if holds_base(Path(source)):
         from mtp_extract.insertion.calibration import measure_cut_off

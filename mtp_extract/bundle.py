@@ -1,4 +1,4 @@
-"""Opening a file and finding the drafter in it."""
+"""Open a file and find the drafter in it."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ MODEL_TYPE = "mtp_drafter"
 GPU_MODEL_TYPE = "artisan_text_decoder"
 SIGNATURE = "mtp_drafter"
 
-# Elements of all the models that are tried when no section is called a drafter.
+# Elements of all models together that are read if no section is called a drafter.
 _SEARCH_BUDGET = 3_000_000
 
 _MOST_HEADERS = 64
-"""Bundles of a repository whose headers are read: 64 KiB of each."""
+"""Most bundles of a repository whose headers are read, 64 KiB each."""
 
 _MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The drafter of a file: where it lies, and everything its graph says."""
+    """The drafter of a file: where it lies, and everything that was read from its graph."""
 
     opened: Opened
     section: Section | None  # None for a bare model
@@ -71,16 +71,16 @@ class Opened(AbstractContextManager["Opened"]):
 
     source: Source
     bundle: Bundle | None
-    # Index and key of the drafter's, where the user gave them; found if None.
+    # Index of the drafter's section and key of its signature, if the user named them; else they are looked for.
     section: int | None = None
     signature: str | None = None
-    # Names of the other bundles of a repository, which this was chosen from by what their headers list.
+    # The other bundles of the repository, if this one was chosen because its header lists a drafter.
     passed_over: tuple[str, ...] = ()
     skeleton: bool = False  # whether it is a model without weights
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how it was chosen: nothing where the file was named."""
+        """How the file was chosen, in a sentence; empty if the user named it."""
         others = few(self.passed_over, most=_MOST_LISTED)
         chosen = f"{self.source.name} is the bundle of that repository with a drafter. Without one: {others}."
         return (chosen,) if self.passed_over else ()
@@ -92,7 +92,7 @@ class Opened(AbstractContextManager["Opened"]):
 
     @property
     def model_types(self) -> set[str]:
-        """What the header calls the sections: ``prefill_decode``, ``mtp_drafter``, …"""
+        """The types of sections that the header lists: ``prefill_decode``, ``mtp_drafter``, …"""
         return {section.model_type for section in self.sections if section.model_type}
 
     @property
@@ -101,7 +101,7 @@ class Opened(AbstractContextManager["Opened"]):
         return self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER
 
     def model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
-        """The TFLite model in ``section``, with the weights that belong to it; ``budget`` as for read_model."""
+        """Read the TFLite model in ``section`` with the weights that belong to it; ``budget`` as for read_model."""
         if self.bundle is None:
             raise FormatError(f"{self.source.name} has no sections.")
         weights = self.bundle.weights_of(section)
@@ -111,8 +111,8 @@ class Opened(AbstractContextManager["Opened"]):
         """Find and read the drafter.
 
         Args:
-            sliding_window: for files that leave the window to the runtime.
-            passed: as for :func:`~mtp_extract.graph.flat.flatten`; what then is read is not the file's graph.
+            sliding_window: length of the window, for files that leave it to the runtime.
+            passed: as for :func:`~mtp_extract.graph.flat.flatten`; the result is then not the file's graph.
 
         Raises:
             NoDrafterError: there is none.
@@ -134,7 +134,7 @@ class Opened(AbstractContextManager["Opened"]):
         return self.shard(graph, walked, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
 
     def shard(self, graph: FlatGraph, walked: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
-        """What was read of ``graph``, with what is known of its section, its names and its geometry."""
+        """Put together what was read of ``graph``, its section, its names and its geometry."""
         section, found_by, model = self._locate
         names = check_names(walked.roles, config.num_layers)
         geometry = known_drafter(config)
@@ -142,16 +142,16 @@ class Opened(AbstractContextManager["Opened"]):
         return Shard(self, section, found_by, model, graph.signature, graph, walked, config, names, geometry, kv)
 
     def drafter_model(self) -> TfliteModel:
-        """The drafter's model; nothing of its graph is read."""
+        """Return the drafter's model; its graph is not read."""
         return self._locate[2]
 
     def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
-        """The operators of the drafter; not yet what they compute. ``passed`` and errors as of :meth:`drafter`."""
+        """Flatten the drafter's operators, without reading what they compute; ``passed`` as for :meth:`drafter`."""
         model = self._locate[2]
         return flatten(model, self._require_signature(model), passed=passed)
 
     def prefetch(self) -> None:
-        """Fetch the drafter's bytes in a request or two, for whoever will read all of them; a local file ignores it."""
+        """Fetch the drafter's bytes in a request or two, before all of them are read; a local file ignores it."""
         typed = self.chosen()
         section = typed[0] if len(typed) == 1 else self._locate[0]
         if self.bundle is None or section is None:
@@ -161,7 +161,11 @@ class Opened(AbstractContextManager["Opened"]):
             self.source.prefetch(part.begin, part.size)
 
     def chosen(self) -> list[Section]:
-        """The section asked for, a NoDrafterError if no model is there; or those that the header calls drafters."""
+        """Return the section that the user named, or those that the header calls drafters.
+
+        Raises:
+            NoDrafterError: the named section holds no model.
+        """
         models = self._models
         if self.section is None:
             return [s for s in models if s.model_type == MODEL_TYPE]
@@ -180,11 +184,11 @@ class Opened(AbstractContextManager["Opened"]):
 
     @cached_property
     def _locate(self) -> tuple[Section | None, str, TfliteModel]:
-        """The drafter's section, how it was found (by the header or a signature), and its model."""
+        """The drafter's section (None for a bare model), how it was found, and its model."""
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
         typed = self.chosen() if self.bundle is not None else []
-        by_signature = [] if typed else self._with_signature()
+        by_signature = [] if typed else self._find_by_signature()
         sections = typed or [section for section, _ in by_signature]
         if len(sections) > 1:
             labels = ", ".join(s.label for s in sections)
@@ -196,24 +200,24 @@ class Opened(AbstractContextManager["Opened"]):
             return typed[0], "model_type", self.model(typed[0])
         if by_signature:
             return sections[0], "signature", by_signature[0][1]
-        raise NoDrafterError(self._no_drafter())
+        raise NoDrafterError(self._explain_no_drafter())
 
-    def _with_signature(self) -> list[tuple[Section, TfliteModel]]:
-        """The models that have a drafter's signature. Another may be damaged: a missing drafter is reported."""
+    def _find_by_signature(self) -> list[tuple[Section, TfliteModel]]:
+        """Find the models with a drafter's signature; a damaged model is passed over, as the error is no drafter."""
         budget = Budget(_SEARCH_BUDGET)
         models = list[tuple[Section, TfliteModel]]()
         for section in self._models:
             with suppress(MtpExtractError):
                 model = self.model(section, budget)
-                if self._candidates(model):
+                if self._list_candidates(model):
                     models.append((section, model))
         return models
 
-    def _candidates(self, model: TfliteModel) -> list[Signature]:
-        """The signatures that a drafter may have: the one asked for, or those with its inputs and outputs or name."""
+    def _list_candidates(self, model: TfliteModel) -> list[Signature]:
+        """List signatures that may be the drafter's: the one that the user named, or by name, inputs and outputs."""
         if self.signature is not None:
             return [s for s in model.signatures if s.key == self.signature]
-        # LiteRT-LM runs the first signature of the section: one of the right name there leaves nothing to ask.
+        # LiteRT-LM runs the first signature of the section, so the right name there decides.
         if model.signatures and model.signatures[0].key == SIGNATURE:
             return [model.signatures[0]]
         signatures = [
@@ -221,13 +225,13 @@ class Opened(AbstractContextManager["Opened"]):
             for s in model.signatures
             if s.key.lower() == SIGNATURE or ({LOGITS, PROJECTED} <= set(s.outputs) and ACTIVATIONS in s.inputs)
         ]
-        # Two names for the same interface of the same graph are one.
+        # Two keys for the same inputs and outputs of one graph count as one signature.
         return list(
             {(s.subgraph, *sorted(s.inputs.items()), *sorted(s.outputs.items())): s for s in signatures}.values()
         )
 
     def _require_signature(self, model: TfliteModel) -> Signature:
-        candidates = self._candidates(model)
+        candidates = self._list_candidates(model)
         if len(candidates) == 1:
             return candidates[0]
         name = model.region.source.name
@@ -245,7 +249,7 @@ class Opened(AbstractContextManager["Opened"]):
             remedies=("section", "signature"),
         )
 
-    def _no_drafter(self) -> str:
+    def _explain_no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
             kind = file_kind(self.source.read(0, min(FIRST_BYTES_READ, self.source.size)))
@@ -266,7 +270,7 @@ class Opened(AbstractContextManager["Opened"]):
 
 @contextmanager
 def naming_file(file: str) -> Iterator[None]:
-    """Errors begin with the name of the file, where they do not have it yet."""
+    """Put the name of the file in front of errors that do not have it yet."""
     try:
         yield
     except MtpExtractError as error:
@@ -284,10 +288,10 @@ def open_bundle(
     signature: str | None = None,
     skeleton: bool = False,
 ) -> Opened:
-    """As :func:`mtp_extract.open`, which explains the arguments; a ``skeleton``, too: a model without weights."""
+    """Open a bundle as :func:`mtp_extract.open` explains; with ``skeleton`` also a model without weights."""
     bundles = bundles_at(source, token)
     if len(bundles) > 1:
-        opened = _bundle_with_drafter(bundles, token, reporter)
+        opened = _open_bundle_with_drafter(bundles, token, reporter)
     else:
         opened = _open(bundles[0] if bundles else source, token, reporter)
     if opened.skeleton and not skeleton:
@@ -314,8 +318,8 @@ def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) 
         raise
 
 
-def _bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter) -> Opened:
-    """The one of several bundles of a repository whose header lists a drafter. Of each the header is read, no more."""
+def _open_bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter) -> Opened:
+    """Open the bundle of a repository whose header lists a drafter; of the others only the header is read."""
     repository = addresses[0].repository
     if len(addresses) > _MOST_HEADERS:
         raise SourceError(f"{repository}: expected at most {_MOST_HEADERS} bundles, found {len(addresses)}. Name one.")
@@ -339,11 +343,11 @@ def _bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | No
 
 
 def _look_into(address: HubAddress, token: str | bool | None, reporter: Reporter) -> tuple[Opened | None, str]:
-    """The bundle at ``address``, where its header lists a drafter; and what it lists, or why it cannot be read."""
+    """Open the bundle at ``address`` if its header lists a drafter; also return what it lists, or why not."""
     try:
         opened = _open(address, token, reporter)
     except (FormatError, TruncatedError, UnsupportedError) as error:
-        # Another may be sound: an NPU's may be of a version that this release does not read.
+        # The bundle for an NPU may be of a version that this release does not read; the others still count.
         return None, str(error).removeprefix(f"{address.name}: ").partition(". ")[0]
     kinds = few(sorted(opened.model_types)) or "no models"
     if MODEL_TYPE in opened.model_types:

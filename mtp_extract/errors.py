@@ -15,7 +15,7 @@ from difflib import get_close_matches
 LONGEST_NAME = 200
 MOST_NAMED = 5
 _NEAR = 0.65
-"""How like a name has to be to what was written, for it to be suggested."""
+"""Least similarity (difflib's ratio) of a name that is suggested."""
 
 
 class MtpExtractError(Exception):
@@ -31,11 +31,11 @@ class MtpExtractError(Exception):
 
 
 class PlanError(MtpExtractError, ValueError):
-    """What a function is asked to do is out of bounds, or does not go together; the remedies are fields of the plan."""
+    """An argument is out of bounds, or arguments contradict each other; ``remedies`` are fields of the plan."""
 
 
 class SourceError(MtpExtractError):
-    """The bytes cannot be had."""
+    """The source cannot be opened or read."""
 
 
 class TruncatedError(SourceError):
@@ -65,11 +65,11 @@ class OperatorError(UnsupportedError):
 
 
 class AnotherKindError(UnsupportedError):
-    """What it is is known, and no checkpoint of Gemma 4's kind is the same function: nothing else is tried."""
+    """The drafter is of a known kind that no checkpoint of Gemma 4's kind can express; nothing else is tried."""
 
 
 class NoCodesError(UnsupportedError):
-    """A weight is not integers with a step for each row or block of one; the message is why, as a clause."""
+    """A weight does not have integers with one scale per row or block; the message says why, as a clause."""
 
 
 class NoDrafterError(MtpExtractError):
@@ -81,7 +81,7 @@ class RoleError(MtpExtractError):
 
 
 class ProofError(MtpExtractError):
-    """A checkpoint and the graph it is from do not compute the same; the message names the first role."""
+    """A checkpoint and the graph that it was extracted from compute different things; the message names the role."""
 
 
 class OutputError(MtpExtractError):
@@ -97,7 +97,7 @@ class HubError(MtpExtractError):
 
 
 class ServerError(MtpExtractError):
-    """A server of models refused, could not be reached, or said what makes no sense."""
+    """A model server refused, could not be reached, or gave an answer that makes no sense."""
 
 
 class DrafterError(MtpExtractError):
@@ -109,7 +109,7 @@ class PairError(MtpExtractError):
 
 
 def escape(name: object, longest: int = LONGEST_NAME) -> str:
-    """``name`` made safe for a terminal: control and undecodable characters escaped, very long names shortened."""
+    """Make ``name`` safe for a terminal: escape control and undecodable characters, shorten very long names."""
     text = str(name)
     if len(text) > longest:
         text = text[: longest - 1] + "…"
@@ -117,24 +117,24 @@ def escape(name: object, longest: int = LONGEST_NAME) -> str:
 
 
 def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
-    """The first ``most`` of ``names``, made safe for a terminal, and how many more there are."""
+    """List the first ``most`` of ``names``, safe for a terminal, and say how many more there are."""
     listed = list(names)
     named = separator.join(escape(name) for name in listed[:most])
     return f"{named} and {len(listed) - most} more" if len(listed) > most else named
 
 
 def several(count: int, noun: str) -> str:
-    """``count`` and ``noun``, in the plural where there is not one of it."""
+    """Format ``count`` with its ``noun``, in the plural unless it is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def either(names: Iterable[object]) -> str:
-    """``names`` as a choice: "a, b or c"."""
+    """Format ``names`` as a choice: "a, b or c"."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """For the end of a message: which of ``names`` was probably meant by ``name``; empty where none is near."""
+    """Return " Did you mean …?" with the one of ``names`` that is most like ``name``; empty if none is like it."""
     matches = get_close_matches(str(name).lower(), list(names), n=1, cutoff=_NEAR)
     return f" Did you mean {matches[0]}?" if matches else ""

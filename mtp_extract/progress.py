@@ -1,4 +1,4 @@
-"""Who is told how far long work is, and asked whether it is to go on."""
+"""Report the progress of long work, and ask whether to end it early."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ BYTES = "bytes"
 
 
 class Reporter:
-    """Told of long work. This one shows nothing; a subclass shows what it overrides."""
+    """Receives the progress of long work. This class shows nothing; a subclass overrides what it wants to show."""
 
     def say(self, text: str) -> None:
-        """Hear what is begun, in words."""
+        """Receive in words what begins."""
 
     def done(self, part: str, number: int, total: int, unit: str = "") -> None:
-        """Hear that ``number`` of ``total`` are done of a part of the work; from any thread.
+        """Receive that ``number`` of ``total`` are done; called from any thread.
 
         Args:
-            part: what is done, in words.
-            unit: what is counted, such as "batch", or BYTES; empty where ``part`` says it.
+            part: the part of the work, in words.
+            unit: what is counted, such as "batch", or BYTES; empty if ``part`` says it.
         """
 
     def measured(self, result: object) -> None:
-        """Hear a result as far as it is there, before what may fail: writing a report, or the end by an error."""
+        """Receive a result that is not complete or not yet written, in case the work ends with an error."""
 
     def is_stopped(self) -> bool:
-        """Whether the work is to end early, with what is best so far."""
+        """Return whether the work is to end early, with the best result so far."""
         return False
 
 
@@ -38,7 +38,7 @@ SILENT = Reporter()
 
 
 def counter(reporter: Reporter, part: str, total: int) -> Callable[[int], None]:
-    """What adds up the bytes done of ``part``, from any thread, and reports the sum, ``total`` at the most."""
+    """Make a function that any thread calls with bytes done, and that reports their sum, at most ``total``."""
     done = 0
     one_at_a_time = threading.Lock()
 
@@ -52,7 +52,7 @@ def counter(reporter: Reporter, part: str, total: int) -> Callable[[int], None]:
 
 
 def report_each(items: Sequence[_Item], reporter: Reporter, part: str, unit: str = "batch") -> Iterator[_Item]:
-    """``items``, reporting after each of them that so much of ``part`` is done."""
+    """Yield ``items``, and report after each how many of them are done."""
     for number, item in enumerate(items, 1):
         yield item
         reporter.done(part, number, len(items), unit)

@@ -36,7 +36,7 @@ from pathlib import Path
 from _engines import llama_cpp
 
 from mtp_extract import extract
-from mtp_extract.cli.terminal import say, table
+from mtp_extract.cli.terminal import say, say_table
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.pipeline.plan import DtypeName
@@ -267,7 +267,7 @@ def main() -> None:
             parser.error(f"--python {name}={path}: expected one of {', '.join(ENGINES)}, and a file")
     with tempfile.TemporaryDirectory() as folder:
         outcomes = list(outcomes_of(options, Path(folder)))
-    table([cells(outcome) for outcome in outcomes], COLUMNS, indent="", longest=120)
+    say_table([cells(outcome) for outcome in outcomes], COLUMNS, indent="", longest=120)
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     fell_short = shortfalls(outcomes)

@@ -20,7 +20,7 @@ from huggingface_hub import get_token
 
 import mtp_extract
 from mtp_extract.cli._written import is_rounded
-from mtp_extract.cli.terminal import size
+from mtp_extract.cli.terminal import format_size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
 from mtp_extract.formats import ENGINES, EVERY, FORMATS
 from mtp_extract.io.address import parse_address
@@ -82,7 +82,9 @@ class PageReporter(Reporter):
         if time.monotonic() - self._began > LONGEST:
             late = f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept."
             raise MtpExtractError(f"{late} Try again, or extract it on a machine of yours, with mtp-extract.")
-        self._progress(number / total if total else 0, desc=f"{self._what}: {size(number)} of {size(total)}")
+        self._progress(
+            number / total if total else 0, desc=f"{self._what}: {format_size(number)} of {format_size(total)}"
+        )
 
 
 def written(address: str, choice: str, folder: Path, token: str | None, reporter: Reporter) -> ExtractionResult:
@@ -98,8 +100,8 @@ def written(address: str, choice: str, folder: Path, token: str | None, reporter
         drafter = inspect(bundle).report["drafter"]
         if (largest := max(drafter["size"], 4 * drafter["parameters"])) > LARGEST:
             raise MtpExtractError(
-                f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {size(largest)}. Extract it on a "
-                "machine of yours, with mtp-extract."
+                f"Expected a drafter of up to {LARGEST / 1e9:g} GB, found one of {format_size(largest)}. Extract it on "
+                "a machine of yours, with mtp-extract."
             )
         return mtp_extract.extract(
             bundle, folder / default_directory(bundle.source.name), format=choice, reporter=reporter
@@ -109,7 +111,7 @@ def written(address: str, choice: str, folder: Path, token: str | None, reporter
 def bundle_in_words(found: Mapping[str, Any]) -> str:
     """Markdown of an inspection: the drafter, and what lies beside it."""
     known = f", {plain(found['known_bundle'])}" if found["known_bundle"] else ""
-    said = [f"**{plain(Path(found['name']).name)}**, {size(found['size'])}{known}"]
+    said = [f"**{plain(Path(found['name']).name)}**, {format_size(found['size'])}{known}"]
     drafter = found["drafter"]
     if drafter is None:
         said.append(f"**No drafter.** {plain(found.get('no_drafter') or found['problem'])}")
@@ -118,11 +120,11 @@ def bundle_in_words(found: Mapping[str, Any]) -> str:
         stored = ", ".join(f"{count} {kind}" for kind, count in drafter["stored_types"].items())
         name = f"of {plain(drafter['known_as'])}'s shape" if drafter["known_as"] else "of an unlisted shape"
         said.append(
-            f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {size(drafter['size'])} "
+            f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {format_size(drafter['size'])} "
             f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "
             f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
         )
-    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), size(s["size"])] for s in found["sections"]]
+    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), format_size(s["size"])] for s in found["sections"]]
     lines = ("| " + " | ".join(row) + " |" for row in (("#", "holds", "bytes"), ("---",) * 3, *rows))
     return "\n\n".join([*said, "\n".join(lines)])
 
@@ -134,7 +136,7 @@ def refused(error: MtpExtractError) -> str:
 
 def done(made: ExtractionResult, seconds: float) -> str:
     """What was written, that it was proven, and what to know of it."""
-    layout, total = made.record["layout"], size(sum(made.files.values()))
+    layout, total = made.record["layout"], format_size(sum(made.files.values()))
     before = " before rounding" if is_rounded(made.record) else ""
     said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.</p>
     <p><b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.</p>"""

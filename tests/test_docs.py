@@ -23,7 +23,7 @@ from helpers.prompt_files import few_of, write_prompts
 from typer.main import get_command
 
 import mtp_extract
-from mtp_extract.cli import COMMANDS, module_of
+from mtp_extract.cli import COMMANDS, import_command
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 from mtp_extract.evaluation.prompts import read_prompts
 
@@ -156,7 +156,7 @@ def check(command: Command, desk: Desk) -> None:
     own = called(command)
     if own is not None:
         name, arguments = own
-        get_command(module_of(name).app).make_context(name, list(arguments))
+        get_command(import_command(name).app).make_context(name, list(arguments))
         return
     words = command.words
     program = next((word for word in words if word in FLAGS), None)
@@ -295,7 +295,9 @@ def options() -> set[str]:
     """Of all commands."""
     found = {"--help", "-h"}
     for name in COMMANDS:
-        found |= {flag for one in get_command(module_of(name).app).params for flag in (*one.opts, *one.secondary_opts)}
+        found |= {
+            flag for one in get_command(import_command(name).app).params for flag in (*one.opts, *one.secondary_opts)
+        }
     return found
 
 

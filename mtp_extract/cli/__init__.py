@@ -22,9 +22,9 @@ COMMANDS = {
     "sample": "Print where the sample's files are.",
     "schema": "Print the JSON schema of a record.",
 }
-"""Each command and what it is for, in the order in which a user meets them; a module of this folder has its name."""
+"""Command → what it is for, in the order in which a user meets them; the module of this folder has the same name."""
 
 
-def module_of(name: str) -> Any:
-    """The module of the command ``name``."""
+def import_command(name: str) -> Any:
+    """Import the module of the command ``name``."""
     return import_module(f"{__name__}.{name}")

@@ -13,8 +13,8 @@ from mtp_extract.formats import ENGINES, EVERY, FORMATS, choices
 from mtp_extract.pipeline.plan import DtypeName, RuleName
 
 
-def key_from(variable: str) -> str:
-    """The key that the environment variable holds; a MtpExtractError where it holds none."""
+def read_key(variable: str) -> str:
+    """Read a key from the environment variable; raise MtpExtractError if it holds none."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         content = "something else" if key else "none"
@@ -25,8 +25,8 @@ def key_from(variable: str) -> str:
     return key
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """Numbers from 1, between commas, in the option for the argument ``name``; a PlanError of anything else."""
+def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """Parse numbers from 1, with commas between; raise PlanError, which names the argument ``name``, otherwise."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -37,11 +37,11 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 BASE = typer.Option("--base", metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
-"""Of a command that always needs one, or of one that may do without."""
+"""Shared by commands that always need a base and by those that can do without."""
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        "--api-key-env", metavar="VARIABLE", parser=key_from, help="Environment variable that holds the server's key."
+        "--api-key-env", metavar="VARIABLE", parser=read_key, help="Environment variable that holds the server's key."
     ),
 ]
 ServedModel = Annotated[
@@ -62,7 +62,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoi
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")]
 
 
-# --- how a checkpoint is to be written
+# --- format and type of a written checkpoint
 
 
 _FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in EVERY.items())

@@ -1,4 +1,4 @@
-"""``mtp-bench``: how fast a running server is, with and without its drafter, and what comes of the drafts."""
+"""``mtp-bench``: measure a running server with and without its drafter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import ApiKey, AsJson, Prompts, ServedModel
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.serving.plan import BenchPlan
@@ -52,7 +52,7 @@ def bench_command(
         concurrency=concurrency,
         chat_template=chat_template,
     )
-    # Nothing is printed within: the bar is gone when the verdict comes.
+    # The verdict is printed after the block, when the bar is gone.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
         result = bench(plan, reporter)
     print_result(result)
@@ -63,4 +63,4 @@ _EXAMPLES = {
     "mtp-bench http://localhost:8000 --concurrency 8 --json": "Sends eight requests at a time; prints all as JSON.",
 }
 
-app, main = command_of(bench_command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app, main = make_command(bench_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

@@ -1,4 +1,4 @@
-"""``mtp-convert``: a drafter that is already in a directory, in another format."""
+"""``mtp-convert``: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import TerminalReporter
@@ -58,9 +58,9 @@ def convert_command(
             reporter=reporter,
         )
     record = result.record
-    what = architecture_in(record["layout"]).title
+    title = architecture_in(record["layout"]).title
     before = escape(record["converted_from"][-1]["layout"])
-    head = f"{what} of {escape(record['source']['name'])}, from its {before} format"
+    head = f"{title} of {escape(record['source']['name'])}, from its {before} format"
     show_written(result, format, head, print_json=print_json)
 
 
@@ -69,4 +69,4 @@ _EXAMPLES = {
     "mtp-convert gemma-4-E4B-it-assistant --for mlx-vlm --quantize int4": "Rounds a published drafter to INT4.",
 }
 
-app, main = command_of(convert_command, _EXAMPLES, is_short=True)
+app, main = make_command(convert_command, _EXAMPLES, is_short=True)

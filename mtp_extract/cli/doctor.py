@@ -1,4 +1,4 @@
-"""``mtp-doctor``: why a server rejects drafts."""
+"""``mtp-doctor``: find out why a server rejects drafts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import BASE, ApiKey, AsJson, ChatTemplate, Device, Prompts, ServedModel
 from mtp_extract.cli.terminal import TerminalReporter, say_report
 from mtp_extract.doctor.plan import DoctorPlan
@@ -70,4 +70,4 @@ _EXAMPLES = {
     "mtp-doctor drafter --base google/gemma-4-E4B-it --server http://localhost:8000": "Compares expected and served.",
 }
 
-app, main = command_of(doctor_command, _EXAMPLES)
+app, main = make_command(doctor_command, _EXAMPLES)

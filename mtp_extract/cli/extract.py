@@ -1,4 +1,4 @@
-"""``mtp-extract``: from a bundle to a directory that engines load."""
+"""``mtp-extract``: write a bundle's drafter as a checkpoint that engines load."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Quantize
-from mtp_extract.cli._written import found_in, show_written
+from mtp_extract.cli._written import describe_place, show_written
 from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.errors import escape
 
@@ -69,7 +69,7 @@ def extract_command(
         )
     bundle, base = result.record["source"], base_model_of(result.record)
     section, shape = bundle["section"], result.record["known_as"]
-    head = f"MTP drafter of {escape(bundle['name'])} ({found_in(section['index'], section['found_by'])})"
+    head = f"MTP drafter of {escape(bundle['name'])} ({describe_place(section['index'], section['found_by'])})"
     head += f", for {base}" if base else f", of {shape}'s shape" if shape else ""
     show_written(result, format, head, verbose=verbose, print_json=print_json)
 
@@ -79,4 +79,4 @@ _EXAMPLES = {
     "mtp-extract --sample -o drafter --for llama.cpp": "Extracts the sample in the format that llama.cpp loads.",
 }
 
-app, main = command_of(extract_command, _EXAMPLES, is_short=True)
+app, main = make_command(extract_command, _EXAMPLES, is_short=True)

@@ -1,4 +1,4 @@
-"""``mtp-insert``: from a checkpoint back into a bundle."""
+"""``mtp-insert``: put a checkpoint into a bundle."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._written import say_proof
-from mtp_extract.cli.terminal import TerminalReporter, say, say_notes, size, table, write_json
+from mtp_extract.cli.terminal import TerminalReporter, format_size, say, say_notes, say_table, write_json
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ def insert_command(
 def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     encodings = [(role, encoding) for role, of_role in plan.encodings.items() for encoding in of_role]
     changed = [(role, encoding) for role, encoding in encodings if encoding.how != "kept"]
-    what = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
+    subject = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
     name = escape(plan.source.name)
-    say(f"{what} {name}: {len(changed)} of {len(encodings)} weights change, {size(plan.source.size)}")
+    say(f"{subject} {name}: {len(changed)} of {len(encodings)} weights change, {format_size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
         rows = [[role, encoding.storage.type.name, encoding.how, f"{encoding.error:.2g}"] for role, encoding in changed]
-        table(rows, ["role", "stored", "what", "error"])
+        say_table(rows, ["role", "stored", "what", "error"])
     if plan.losses.roles:
         say(plan.losses.in_words)
     say_notes(plan.notes)
@@ -101,7 +101,7 @@ def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
 
 def _show_result(plan: InsertionPlan, result: InsertionResult) -> None:
     checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
-    say(f"Wrote {escape(result.path)} ({size(result.size)}), {checked}")
+    say(f"Wrote {escape(result.path)} ({format_size(result.size)}), {checked}")
     if result.proof is not None:
         from mtp_extract.proof.proof import in_words
         from mtp_extract.report.card import PROVEN, verdict_word
@@ -115,4 +115,4 @@ _EXAMPLES = {
     "mtp-insert tuned gemma-4-E4B-it.litertlm --dry-run": "Lists the weights that would change, and their errors.",
 }
 
-app, main = command_of(insert_command, _EXAMPLES, is_short=True)
+app, main = make_command(insert_command, _EXAMPLES, is_short=True)

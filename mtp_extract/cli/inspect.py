@@ -1,4 +1,4 @@
-"""``mtp-inspect``: what a bundle holds, whether it holds a checkpoint, or whether a checkpoint is what it says."""
+"""``mtp-inspect``: show a bundle or a checkpoint, or compare one with the other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import typer
 
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import AsJson
-from mtp_extract.cli._written import found_in, say_geometry, say_not_proven, say_proof
-from mtp_extract.cli.terminal import TerminalReporter, say, say_all, say_notes, size, table, write_json
+from mtp_extract.cli._written import describe_place, say_geometry, say_not_proven, say_proof
+from mtp_extract.cli.terminal import TerminalReporter, format_size, say, say_all, say_notes, say_table, write_json
 from mtp_extract.errors import escape, several
 from mtp_extract.formats import architecture_in
 
@@ -85,8 +85,8 @@ def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
     if print_json:
         write_json(asdict(written))
         return
-    say(f"Wrote {escape(written.path)} ({size(written.size)}), which holds no weight of {escape(source)}")
-    weights = f"left out: {several(written.weights, 'weight')} ({size(written.left_out)})"
+    say(f"Wrote {escape(written.path)} ({format_size(written.size)}), which holds no weight of {escape(source)}")
+    weights = f"left out: {several(written.weights, 'weight')} ({format_size(written.left_out)})"
     say(f"  {weights}" + (f", and {written.doubtful} other constants that may be weights" if written.doubtful else ""))
     say(f"  mtp-inspect {escape(written.path)} --graph reads it as it reads the file.")
 
@@ -98,8 +98,8 @@ def _show_comparison(comparison: BaseComparison) -> None:
         (r.role, r.verdict, ",".join(r.stored) or None, list(r.shape), r.steps, r.error, r.why)
         for r in comparison.roles
     ]
-    table(roles, ["role", "verdict", "stored", "shape", "steps", "error", "why"])
-    say(f"{len(comparison.roles)} roles: {_counts(comparison.counts)}")
+    say_table(roles, ["role", "verdict", "stored", "shape", "steps", "error", "why"])
+    say(f"{len(comparison.roles)} roles: {_format_counts(comparison.counts)}")
     if comparison.not_compared:
         parts = (f"{count} tensors of {escape(part)}" for part, count in comparison.not_compared.items())
         say(f"  not compared: {', '.join(parts)}")
@@ -115,7 +115,7 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         say(f"{place}: without extraction.json")
     _say_checks(report)
     say_geometry(architecture_in(holds["format"]), holds["geometry"], holds["parameters"])
-    say(f"  {holds['format']} format: {holds['weights']} weights ({_counts(holds['stored_types'])})")
+    say(f"  {holds['format']} format: {holds['weights']} weights ({_format_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
     say_notes(report["notes"])
@@ -124,10 +124,10 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
 
 
 def _say_origin(record: Mapping[str, Any]) -> None:
-    """Where the record says that the drafter is from, and what was done to it since."""
-    what = "converted" if record["converted_from"] else "extracted"
+    """Print where the drafter comes from, and what was done to it since; both by its record."""
+    action = "converted" if record["converted_from"] else "extracted"
     tool = f"{escape(record['tool']['name'])} {escape(record['tool']['version'])}"
-    say(f"  {what} from {escape(record['source']['name'])} by {tool}")
+    say(f"  {action} from {escape(record['source']['name'])} by {tool}")
     for key, change_in_words in (("tuning", "tuned"), ("ordered_head", "given an ordered head")):
         if change := record.get(key):
             overall = change["overall"]
@@ -138,7 +138,7 @@ def _say_origin(record: Mapping[str, Any]) -> None:
 
 
 def _say_checks(report: Mapping[str, Any]) -> None:
-    """What deriving every tensor from the bundle again has shown."""
+    """Print the checks of a directory whose tensors were derived from the bundle again."""
     if report["against"] is None:
         say("  Not compared with a bundle (use --against BUNDLE).")
     else:
@@ -146,11 +146,11 @@ def _say_checks(report: Mapping[str, Any]) -> None:
         for check in report["checks"]:
             say_all(f"    {check['name']}: {check['evidence']}")
         if (compared := report["against_published"]) is not None:
-            say(f"  {_comparison_with_published(compared)}")
+            say(f"  {_describe_published(compared)}")
 
 
-def _comparison_with_published(compared: Mapping[str, Any]) -> str:
-    """What the SHA-256 of the bundle, which was computed, says of where it comes from."""
+def _describe_published(compared: Mapping[str, Any]) -> str:
+    """Describe which published file the bundle is, by its SHA-256, which was computed."""
     published = compared["published"]
     if published is None:
         return f"the bundle's SHA-256 is what the Hub states: {compared['sha256']}"
@@ -166,9 +166,9 @@ def _comparison_with_published(compared: Mapping[str, Any]) -> str:
 def _show_bundle(report: Mapping[str, Any]) -> None:
     version = f" {report['version']}" if report["version"] else ""
     published = f", {report['known_bundle']}" if report["known_bundle"] else ""
-    kind = f"{report['kind']}{version}, {size(report['size'])}{published}"
-    say_all(f"{report['name']}: {kind}; holds {_drafter_in(report)}")
-    table(list(report["items"].items()))
+    kind = f"{report['kind']}{version}, {format_size(report['size'])}{published}"
+    say_all(f"{report['name']}: {kind}; holds {_describe_drafter(report)}")
+    say_table(list(report["items"].items()))
     if sections := report["sections"]:
         entries = [section | {"items": {**section["items"], "model_type": None}} for section in sections]
         _list(f"{len(sections)} sections", entries, "index", "type", "model_type", "begin", "size", "items")
@@ -182,8 +182,8 @@ def _show_bundle(report: Mapping[str, Any]) -> None:
         say(f"No drafter: {report['no_drafter']}")
 
 
-def _drafter_in(report: Mapping[str, Any]) -> str:
-    """Which drafter a bundle holds, for whom; or that it holds none."""
+def _describe_drafter(report: Mapping[str, Any]) -> str:
+    """Describe the drafter of a bundle and its base; or that there is none."""
     if (drafter := report["drafter"]) is None:
         return "no drafter" if "no_drafter" in report else "a drafter that cannot be extracted"
     base = drafter["base_model"]
@@ -191,18 +191,19 @@ def _drafter_in(report: Mapping[str, Any]) -> str:
 
 
 def _name_by_shape(drafter: Mapping[str, Any]) -> str:
-    """What to call a drafter by its shape, where that is known: it says nothing of its base."""
+    """Name a drafter by its shape, if that is known; a shape does not tell the base."""
     return f"MTP drafter of {drafter['known_as']}'s shape" if drafter["known_as"] else "MTP drafter"
 
 
 def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     from mtp_extract.proof.grids import rounding_in_words
 
-    where, model = found_in(drafter["section"], drafter["found_by"]), drafter["model"]
-    say(f"{_name_by_shape(drafter)}: {where}, {size(drafter['size'])}")
+    place = describe_place(drafter["section"], drafter["found_by"])
+    model = drafter["model"]
+    say(f"{_name_by_shape(drafter)}: {place}, {format_size(drafter['size'])}")
     say_geometry(ARCHITECTURES[GEMMA4_MTP], drafter["geometry"], drafter["parameters"])
     say(
-        f"  {drafter['roles_found']} roles ({_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
+        f"  {drafter['roles_found']} roles ({_format_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
     if rounded := rounding_in_words(drafter["rounded_activations"], ranges=True):
@@ -213,7 +214,7 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     for signature in model["signatures"]:
         say(f"  signature {escape(signature['key'])}")
         for key, indent in (("inputs", "    in   "), ("outputs", "    out  ")):
-            table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
+            say_table([[name, t["type"], t["shape"]] for name, t in signature[key].items()], indent=indent)
     if "tensors" in model:
         _list_tensors(model)
     if "roles" in drafter:
@@ -221,7 +222,7 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
 
 
 def _show_roles(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
-    """Every constant of the graph: what it is, and why; and the proof."""
+    """Print the role of every constant with its reason, the proof, and the other constants."""
     from mtp_extract.proof.proof import in_words
 
     _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
@@ -235,23 +236,25 @@ def _list_tensors(model: Mapping[str, Any]) -> None:
 
 
 def _show_trace(trace: Sequence[Mapping[str, Any]]) -> None:
-    """An operator a line, as it stands in the main graph, or SUBGRAPH:OPERATOR."""
+    """Print one line per operator, by its number in the main graph, or SUBGRAPH:OPERATOR."""
     say(f"{len(trace)} values, in the order of the graph")
     rows = []
     for line in trace:
         place = f"{line['subgraph']}:{line['op']}" if line["subgraph"] else str(line["op"])
         shape = str(list(line["shape"])).replace(" ", "")
         rows.append((place, line["kind"], line["read_as"], shape, line["what"]))
-    table(rows, ["op", "operator", "read as", "shape", "what"])
+    say_table(rows, ["op", "operator", "read as", "shape", "what"])
 
 
 def _list(title: str, entries: Sequence[Mapping[str, Any]], *columns: str) -> None:
-    """A table of these fields of each of ``entries``."""
+    """Print a table of the fields ``columns`` of each entry."""
     say(title)
-    table([[entry[column] for column in columns] for entry in entries], [name.replace("_", " ") for name in columns])
+    say_table(
+        [[entry[column] for column in columns] for entry in entries], [name.replace("_", " ") for name in columns]
+    )
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
@@ -260,4 +263,4 @@ _EXAMPLES = {
     "mtp-inspect gemma-4-E4B-it-mtp-drafter --against gemma-4-E4B-it.litertlm": "Compares every bit with the bundle.",
 }
 
-app, main = command_of(inspect_command, _EXAMPLES, is_short=True)
+app, main = make_command(inspect_command, _EXAMPLES, is_short=True)

@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from mtp_extract.cli import COMMANDS, module_of
-from mtp_extract.cli._command import SETTINGS, Version, epilog_of, run
+from mtp_extract.cli import COMMANDS, import_command
+from mtp_extract.cli._command import SETTINGS, Version, format_examples, run
 
 _EXAMPLES = {
     "mtp extract gemma-4-E4B-it.litertlm": "Writes the drafter to a directory that transformers, vLLM and SGLang load.",
@@ -19,15 +19,15 @@ _EXAMPLES = {
 
 
 class _Commands(TyperGroup):
-    """All of them, each imported when it is asked for."""
+    """The group of all commands, each imported when it is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # What typer lists, and suggests for a misspelt name.
+        # Typer lists these names, and suggests one for a misspelt name.
         self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return get_command(module_of(cmd_name).app) if cmd_name in COMMANDS else None
+        return get_command(import_command(cmd_name).app) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -37,14 +37,14 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=epilog_of(_EXAMPLES))
+@app.callback(context_settings=SETTINGS, no_args_is_help=True, epilog=format_examples(_EXAMPLES))
 def _commands(version: Version = False) -> None:
     """Take Gemma 4's multi-token-prediction drafter out of LiteRT bundles; check, convert, tune and measure it."""
 
 
 def main(called: str = "mtp") -> None:
-    """Run the command that is named; ``called`` is what the user called this by."""
+    """Run the command that the first argument names; the user called this process ``called``."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
-        module_of(name).main(called=f"{called} {name}", arguments=sys.argv[2:])
+        import_command(name).main(called=f"{called} {name}", arguments=sys.argv[2:])
     run(app, called=called)

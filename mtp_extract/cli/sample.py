@@ -1,4 +1,4 @@
-"""``mtp-sample``: where the files of the sample are, for every command that wants a bundle, a base or prompts."""
+"""``mtp-sample``: print where the sample's files are, for commands that take a bundle, a base or prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 
 _PATHS = {"bundle": sample_bundle, "base": sample_base, "prompts": sample_prompts}
@@ -28,4 +28,4 @@ _EXAMPLES = {
     'mtp-validate DIR --base "$(mtp sample base)"': "Measures a drafter of the sample beside its base.",
 }
 
-app, main = command_of(sample_command, _EXAMPLES, no_arguments_is_help=False, is_short=True)
+app, main = make_command(sample_command, _EXAMPLES, no_arguments_is_help=False, is_short=True)

@@ -1,4 +1,4 @@
-"""``mtp-schema``: the JSON schema of a record that is written."""
+"""``mtp-schema``: print the JSON schema of a record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli.terminal import write_json
 from mtp_extract.schemas import RecordName, schema
 
@@ -25,4 +25,4 @@ _EXAMPLES = {
     "mtp-schema report": "Explains what mtp-validate --report writes.",
 }
 
-app, main = command_of(schema_command, _EXAMPLES, is_short=True)
+app, main = make_command(schema_command, _EXAMPLES, is_short=True)

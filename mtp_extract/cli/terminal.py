@@ -1,4 +1,4 @@
-"""How the commands print: lines, tables, sizes, and how far they are.
+"""Print lines, tables, sizes and progress.
 
 Results go to stdout; errors and progress to stderr. Names read from files are escaped before they reach a terminal; in
 JSON they are strings like any other.
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
     from mtp_extract.report.page import ReportTable
 
 _UNBOUNDED = 1 << 16
-"""Characters of a line where it goes to a file."""
+"""Characters per line of output that goes to a file or a pipe."""
 _SHORT = 16
-"""Characters of a cell that stays on one line: a number with its unit, an interval."""
+"""Characters up to which a cell stays on one line: a number with its unit, an interval."""
 _BAR = 20
-"""Columns of a bar."""
+"""Columns of a progress bar."""
 _REMEMBERED = 3600.0
-"""Seconds of work by which the time left is estimated: a batch may take minutes."""
+"""Seconds of work from which the time left is estimated: a batch may take minutes."""
 _WORTH_SHOWING = 1 << 26
-"""Bytes."""
+"""Bytes from which progress is shown."""
 _LINES = 20
-"""Of progress, where there is no terminal to redraw one on."""
+"""Lines of progress if there is no terminal to redraw one on."""
 
 
-def _line(stream: TextIO, text: str) -> None:
-    """``text`` on ``stream``, with "?" for what its encoding lacks."""
+def _write_line(stream: TextIO, text: str) -> None:
+    """Write a line to ``stream``, with "?" for characters that its encoding lacks."""
     encoding = stream.encoding or "utf-8"
     stream.write((text + "\n").encode(encoding, "replace").decode(encoding))
 
 
 def say(text: str) -> None:
-    """A line on stdout; on a terminal that is narrower, it goes on in the next between words, further to the right."""
-    _line(sys.stdout, _wrap(text, _room()))
+    """Print a line on stdout; a narrow terminal gets it broken between words, continued lines indented."""
+    _write_line(sys.stdout, _wrap(text, _measure_line()))
 
 
 def say_unbroken(text: str) -> None:
-    """A line on stdout as it is, however long, for who copies it: a shell runs what stands on each line by itself."""
-    _line(sys.stdout, text)
+    """Print a line on stdout unbroken, for copying: a shell would run each line of a broken command by itself."""
+    _write_line(sys.stdout, text)
 
 
 def _wrap(text: str, width: int) -> str:
-    """``text`` broken between words; what continues a line is indented further."""
+    """Break ``text`` between words; continued lines are indented further."""
     indent = text[: len(text) - len(text.lstrip())] + "  "
     return textwrap.fill(
         text,
@@ -70,18 +70,18 @@ def _wrap(text: str, width: int) -> str:
 
 
 def say_all(text: str) -> None:
-    """A line of untrusted text on stdout, all of it: a long text is not a long name."""
+    """Print a line of untrusted text on stdout, escaped but not shortened."""
     say(escape(text, longest=len(text)))
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """What is worth knowing and no error, a line each."""
+    """Print notes, a line each."""
     for note in notes:
         say_all(f"Note: {note}")
 
 
 def say_report(record: object, parts: Iterable[ReportTable], *, as_json: bool) -> None:
-    """``record`` as JSON; or its verdict with its findings, ``parts`` and its notes."""
+    """Print ``record`` as JSON; or its verdict, its findings, the tables in ``parts`` and its notes."""
     from mtp_extract.report.page import plain_json
 
     report = plain_json(record)
@@ -93,31 +93,31 @@ def say_report(record: object, parts: Iterable[ReportTable], *, as_json: bool) -
         say_all(f"Finding: {finding}")
     for part in parts:
         say(part.title)
-        table(part.rows, part.columns if any(part.columns) else ())
+        say_table(part.rows, part.columns if any(part.columns) else ())
     say_notes(report["notes"])
 
 
 def write_json(value: Any) -> None:
-    """``value`` as JSON on stdout."""
-    _line(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True, default=str))
+    """Print ``value`` as JSON on stdout."""
+    _write_line(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 
-def error(message: str) -> None:
-    """An error on stderr."""
+def say_error(message: str) -> None:
+    """Print an error on stderr."""
     sys.stdout.flush()
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else _UNBOUNDED
-    _line(sys.stderr, _wrap(f"error: {message}", width))
+    _write_line(sys.stderr, _wrap(f"error: {message}", width))
     sys.stderr.flush()
 
 
-def doing(what: str) -> None:
-    """On stderr, what a long run is at."""
-    _line(sys.stderr, f"{escape(what)} …")
+def say_progress(text: str) -> None:
+    """Print on stderr what a long run is doing."""
+    _write_line(sys.stderr, f"{escape(text)} …")
     sys.stderr.flush()
 
 
-def size(count: float) -> str:
-    """A number of bytes for people: 45.1 MB."""
+def format_size(count: float) -> str:
+    """Format a number of bytes for people: 45.1 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -125,36 +125,36 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def table(
+def say_table(
     rows: Sequence[Sequence[object]], head: Sequence[str] = (), indent: str = "  ", longest: int = LONGEST_NAME
 ) -> None:
-    """``rows`` in columns that fit the terminal; numbers to the right. Cells are cut after ``longest`` characters.
+    """Print ``rows`` in columns that fit the terminal, numbers to the right, cells of at most ``longest`` characters.
 
-    No word and no number is broken in two: where the columns do not fit, each row is a list of its own, a cell a line.
-    None and False are shown as a dash, True as "yes", and of floats three digits.
+    No word and no number is broken in two: if the columns do not fit, each row becomes a list, one cell per line. None
+    and False are shown as a dash, True as "yes", floats with three digits.
     """
     if not rows:
         return
-    # Half a tenth of a second to import: for who sees it alone.
+    # Takes 50 ms to import, which commands without a table need not spend.
     from rich.console import Console
 
-    cells = [[escape(_cell(cell), longest) for cell in row] for row in rows]
+    cells = [[escape(_format_cell(cell), longest) for cell in row] for row in rows]
     titles = head or [""] * len(rows[0])
-    console = Console(width=_room(indent), file=io.StringIO(), force_terminal=False)
-    if _least_width([titles, *cells]) > console.width:
+    console = Console(width=_measure_line(indent), file=io.StringIO(), force_terminal=False)
+    if _compute_least_width([titles, *cells]) > console.width:
         _list_rows(cells, head, indent)
         return
     are_numbers = [all(isinstance(cell, (int, float)) for cell in column) for column in zip(*rows, strict=True)]
     with console.capture() as shown:
-        console.print(_grid(cells, titles, are_numbers, show_head=bool(head)))
+        console.print(_build_grid(cells, titles, are_numbers, show_head=bool(head)))
     for line in shown.get().splitlines():
-        _line(sys.stdout, (indent + line).rstrip().replace("\N{NO-BREAK SPACE}", " "))
+        _write_line(sys.stdout, (indent + line).rstrip().replace("\N{NO-BREAK SPACE}", " "))
 
 
-def _grid(
+def _build_grid(
     cells: Sequence[Sequence[str]], titles: Sequence[str], are_numbers: Sequence[bool], *, show_head: bool
 ) -> Grid:
-    """The columns; a number stands to the right, and a short cell on one line."""
+    """Build the columns; numbers stand to the right, short cells on one line."""
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -166,8 +166,8 @@ def _grid(
     return grid
 
 
-def _least_width(rows: Sequence[Sequence[str]]) -> int:
-    """Of columns in which only long cells go on in another line, and between words."""
+def _compute_least_width(rows: Sequence[Sequence[str]]) -> int:
+    """Return the width of the columns if only long cells are continued on another line, between words."""
     widths = [
         max(len(word) for cell in column for word in ([cell] if len(cell) <= _SHORT else cell.split()))
         for column in zip(*rows, strict=True)
@@ -176,47 +176,47 @@ def _least_width(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _list_rows(rows: Sequence[Sequence[str]], head: Sequence[str], indent: str) -> None:
-    """Each of ``rows`` as its first cell, and below it the others, if not empty, with the titles of their columns."""
+    """Print the first cell of each row, and below it the other cells that are not empty, with their columns' titles."""
     for first, *others in rows:
-        _line(sys.stdout, f"{indent}{first}")
+        _write_line(sys.stdout, f"{indent}{first}")
         for title, cell in zip(head[1:] or [""] * len(others), others, strict=True):
             if cell:
                 say(f"{indent}  {title}: {cell}" if title else f"{indent}  {cell}")
 
 
-def _cell(value: object) -> object:
+def _format_cell(value: object) -> object:
     if value is None or isinstance(value, bool):
         return "yes" if value else "-"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={one}" for key, one in value.items() if one is not None)
+        return ", ".join(f"{key}={entry}" for key, entry in value.items() if entry is not None)
     return f"{value:.3g}" if isinstance(value, float) else list(value) if isinstance(value, tuple) else value
 
 
-def _room(indent: str = "") -> int:
-    """Characters beside ``indent`` on a line of stdout; no bound where it is no terminal and COLUMNS does not say."""
+def _measure_line(indent: str = "") -> int:
+    """Return how many characters fit on a line of stdout after ``indent``: any number, if it is not a terminal."""
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
         return _UNBOUNDED
     return max(shutil.get_terminal_size().columns - len(indent), 1)
 
 
-# --- how far a run is
+# --- progress
 
 
 class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
-    """Shows what it is told, by a bar on a terminal, else by lines; nothing is left of the bar when its block ends."""
+    """Shows progress as a bar on a terminal, which its block removes in the end; elsewhere as lines."""
 
     def __init__(self, *, quiet: bool = False, print_result: Callable[[Any], None] = lambda result: None) -> None:
-        """Begin to show.
+        """Begin to show progress.
 
         Args:
-            quiet: show nothing, as where JSON is printed.
-            print_result: prints a result that was measured, when the bar is gone.
+            quiet: show nothing, as when JSON is printed.
+            print_result: prints a result that was measured, once the bar is gone.
         """
         self._quiet = quiet
         self._print_result = print_result
         self._bar: Progress | None = None
         self._stack = ExitStack()
-        self._lines = 0  # that were printed, where there is no terminal
+        self._lines = 0  # printed so far, if there is no terminal
         self._one_at_a_time = threading.Lock()
 
     def __exit__(self, *error: object) -> None:
@@ -228,16 +228,16 @@ class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
         self._bar = None
 
     def say(self, text: str) -> None:
-        """Print what is begun."""
+        """Print what begins."""
         if not self._quiet:
-            doing(text)
+            say_progress(text)
 
     def done(self, part: str, number: int, total: int, unit: str = "") -> None:
-        """Redraw the bar, or print a line where there is no terminal; of bytes only many are worth showing."""
+        """Redraw the bar, or print a line if there is no terminal; a small number of bytes is not shown."""
         if self._quiet or (unit == BYTES and total < _WORTH_SHOWING):
             return
         if unit == BYTES:
-            line = f"{size(number)} of {size(total)}"
+            line = f"{format_size(number)} of {format_size(total)}"
         elif unit:
             line = f"{part}: {unit} {number} of {total}"
         else:
@@ -247,25 +247,25 @@ class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
                 self._draw(escape(line), number, total)
         elif unit != BYTES and (lines := _LINES * number // total) != self._lines:
             self._lines = lines
-            doing(line)
+            say_progress(line)
 
     def measured(self, result: Any) -> None:
-        """Print a result; the bar may still stand where its first line would begin."""
+        """Take the bar off the screen, where the result's first line begins, and print the result."""
         self.close()
         self._print_result(result)
 
     def _draw(self, line: str, number: int, total: int) -> None:
         if self._bar is None:
-            self._bar = self._stack.enter_context(_bar())
+            self._bar = self._stack.enter_context(_make_bar())
         task = self._bar.task_ids[0] if self._bar.task_ids else self._bar.add_task(line, total=total)
         if number < self._bar.tasks[0].completed:
-            self._bar.reset(task)  # another part of the work, at another pace
+            self._bar.reset(task)  # another part of the work began, at another pace
         self._bar.update(task, completed=number, total=total, description=line)
 
 
-def _bar() -> Progress:
-    """A bar on the terminal that stderr is, with a line beside it; in the end nothing is left of it."""
-    # Half a tenth of a second to import: for who sees it alone.
+def _make_bar() -> Progress:
+    """Make a bar on stderr with a line beside it, which vanishes in the end."""
+    # Takes 50 ms to import, which runs without a bar need not spend.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column

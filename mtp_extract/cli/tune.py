@@ -1,4 +1,4 @@
-"""``mtp-tune``: a drafter, fitted to its base."""
+"""``mtp-tune``: fit a drafter to its base."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
+from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import BASE, Device, Overwrite, ServedModel
-from mtp_extract.cli.terminal import TerminalReporter, error, say, say_notes, table
+from mtp_extract.cli.terminal import TerminalReporter, say, say_error, say_notes, say_table
 from mtp_extract.errors import escape
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, Mode, TuningPlan
 
@@ -111,15 +111,15 @@ def tune_command(
     )
     from mtp_extract.api import tune
 
-    # As torchrun and accelerate number the processes that they start: the first speaks for all.
+    # torchrun and accelerate number their processes; the first one prints for all.
     first = os.environ.get("RANK", "0") == "0"
-    before = _last_written(plan.kept_in)
+    before = _find_last_write(plan.kept_in)
     try:
         with _TuningReporter(quiet=not first) as reporter:
             outcome = tune(plan, reporter)
     except BaseException:
-        # What an earlier run has written there this one may not go on with: its place is taken, or its base another.
-        if first and _last_written(plan.kept_in) != before:
+        # Text of an earlier run alone is no reason to say so: this run may have another base, or no right to the place.
+        if first and _find_last_write(plan.kept_in) != before:
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
         raise
     if first:
@@ -127,12 +127,14 @@ def tune_command(
     if outcome.directory is None:
         if first:
             why = "nothing changed" if _is_unchanged(outcome, plan) else "; ".join(outcome.refused)
-            error(f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force).")
+            say_error(
+                f"{escape(plan.target)}: nothing was saved: {why}. Tune on more or other text, or save it (--force)."
+            )
         raise typer.Exit(1)
 
 
 class _TuningReporter(TerminalReporter):
-    """Stops the training at Ctrl-C, once it has asked whether to; pressed twice, it is as everywhere."""
+    """Ends the training at the first Ctrl-C, once training asks; the second Ctrl-C interrupts as everywhere."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
@@ -140,8 +142,8 @@ class _TuningReporter(TerminalReporter):
         self._before = signal.getsignal(signal.SIGINT)
 
     def is_stopped(self) -> bool:
-        """Whether Ctrl-C was pressed since this was first asked."""
-        # A job in the background ignores it, and goes on doing so.
+        """Return whether Ctrl-C was pressed since this was first called."""
+        # A job in the background ignores Ctrl-C, and still does.
         if self._before is not signal.SIG_IGN and not self._is_asked:
             signal.signal(signal.SIGINT, self._ask)
         return self._is_asked
@@ -152,18 +154,18 @@ class _TuningReporter(TerminalReporter):
         self.say("measuring the best so far; Ctrl-C again to keep nothing")
 
     def close(self) -> None:
-        """Take the bar off the screen; Ctrl-C is as it was."""
+        """Take the bar off the screen, and handle Ctrl-C as before."""
         super().close()
         signal.signal(signal.SIGINT, self._before)
 
 
 def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
-    """Whether the best drafter is the one that was given; a new head is none."""
+    """Return whether training improved nothing, so that the best drafter is the one it began with."""
     return plan.mode not in (ORDERED, EAGLE3) and outcome.record["best_step"] == 0
 
 
-def _last_written(work: Path) -> int:
-    """When text or a log was last written into ``work``, in nanoseconds; 0 where none is there."""
+def _find_last_write(work: Path) -> int:
+    """Return when text or a log was last written into ``work``, in nanoseconds; 0 if there is none."""
     return max((path.stat().st_mtime_ns for path in work.glob("*.jsonl")), default=0)
 
 
@@ -190,7 +192,7 @@ def _say_what_was_made(outcome: Outcome, plan: TuningPlan) -> None:
             f"{record['centroids']} clusters of {record['tokens_a_cluster']} tokens, learned from {record['states']} "
             f"states; {record['top_k']} are looked into: {record['rows_read']} rows instead of {record['rows_dense']}"
         )
-        shares = ", ".join(f"{name} {_share(agreement)}" for name, agreement in record["kinds"].items())
+        shares = ", ".join(f"{name} {_format_share(agreement)}" for name, agreement in record["kinds"].items())
         say(f"Kept of the dense head's choices on held-out text, by kind of text: {shares}")
     else:
         texts = len(outcome.corpus.trained)
@@ -200,55 +202,55 @@ def _say_what_was_made(outcome: Outcome, plan: TuningPlan) -> None:
         )
 
 
-def _share(agreement: Mapping[str, Any]) -> str:
+def _format_share(agreement: Mapping[str, Any]) -> str:
     interval = agreement["interval"]
     bounds = " ({:.2%} to {:.2%})".format(*interval) if interval else ""
     return f"{agreement['share']:.2%}{bounds}"
 
 
 def _show_comparisons(comparisons: Comparisons, plan: TuningPlan) -> None:
-    """Print what is gained in rounds, and on text that training has not seen; by workload; of single texts."""
+    """Print the gain over all held-out texts and those new to training, by workload, and the texts that lose most."""
     when = ("dense", ORDERED) if plan.mode == ORDERED else ("before", "after")
     say(f"On held-out text, with {plan.draft_steps} drafts a round, 95 % intervals over texts:")
-    table(_rows_of_all(comparisons), ("", "texts", *when, "change", ""))
+    say_table(_list_overall_rows(comparisons), ("", "texts", *when, "change", ""))
 
     say("By workload, teacher-forced tokens per round, and rounds:")
     by_workload = [
-        [name, *_lengths(comparison), f"x {comparison.rounds.ratio:.3f}"]
+        [name, *_list_lengths(comparison), f"x {comparison.rounds.ratio:.3f}"]
         for name, comparison in comparisons.workloads.items()
     ]
-    table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
+    say_table(by_workload, ("", "texts", *when, "change", "", "rounds"), longest=_WIDEST)
 
     say("Texts that lose most, or gain least, teacher-forced tokens per round:")
     worst = [[text.workload, text.name, f"{text.before:.2f} to {text.after:.2f}"] for text in comparisons.worst]
-    table(worst, longest=_WIDEST)
+    say_table(worst, longest=_WIDEST)
 
 
-def _rows_of_all(comparisons: Comparisons) -> list[list[Any]]:
+def _list_overall_rows(comparisons: Comparisons) -> list[list[Any]]:
     overall = comparisons.overall
     before = overall.before
     after = overall.after
     ratio = f"x {overall.rounds.ratio:.3f}"
-    rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _interval(overall.rounds.interval, ".3f")]
+    rounds = [f"{before.rounds:.0f}", f"{after.rounds:.0f}", ratio, _format_interval(overall.rounds.interval, ".3f")]
     tokens = [f"{before.tokens_per_round:.3f}", f"{after.tokens_per_round:.3f}", "", ""]
-    unseen = _lengths(comparisons.unseen) if comparisons.unseen else [0, "", "", "", ""]
+    unseen = _list_lengths(comparisons.unseen) if comparisons.unseen else [0, "", "", "", ""]
     return [
         ["rounds, before for one after", overall.texts, *rounds],
         ["tokens per round", overall.texts, *tokens],
-        ["teacher-forced tokens per round", *_lengths(overall)],
+        ["teacher-forced tokens per round", *_list_lengths(overall)],
         ["… where text is new to training", *unseen],
     ]
 
 
-def _interval(bounds: Interval | None, form: str) -> str:
+def _format_interval(bounds: Interval | None, form: str) -> str:
     return f"({bounds.low:{form}} to {bounds.high:{form}})" if bounds else ""
 
 
-def _lengths(comparison: Comparison) -> list[Any]:
+def _list_lengths(comparison: Comparison) -> list[Any]:
     before = f"{comparison.before.teacher_forced:.3f}"
     after = f"{comparison.after.teacher_forced:.3f}"
     change = comparison.change
-    return [comparison.texts, before, after, f"{change.mean:+.3f}", _interval(change.interval, "+.3f")]
+    return [comparison.texts, before, after, f"{change.mean:+.3f}", _format_interval(change.interval, "+.3f")]
 
 
 _EXAMPLES = {
@@ -256,6 +258,6 @@ _EXAMPLES = {
     "mtp-tune drafter --base BASE --prompts mine.jsonl --mode float": "On your prompts, and every weight of it.",
 }
 
-app, main = command_of(
+app, main = make_command(
     tune_command, _EXAMPLES, kept="no drafter was written; the same command goes on where this one stopped"
 )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli.terminal import say, say_notes, size, table
+from mtp_extract.cli._command import Version, make_command
+from mtp_extract.cli.terminal import format_size, say, say_notes, say_table
 from mtp_extract.errors import escape, several
 from mtp_extract.report.card import CardWords
 
@@ -60,7 +60,7 @@ def upload_command(
 
 
 def _show(result: UploadResult, *, beside: bool) -> None:
-    total = size(sum(file.size for file in result.files))
+    total = format_size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
     files = several(len(result.files), "file")
     if result.dry_run:
@@ -72,7 +72,10 @@ def _show(result: UploadResult, *, beside: bool) -> None:
         say(f"{len(result.sent)} of {files} ({total} in all) sent to {result.repository}{created}")
     else:
         say(f"{result.repository} already holds what is here, {files} ({total}); nothing was sent")
-    table([[file.path, size(file.size), f"{file.sha256[:16]}…"] for file in result.files], ["file", "size", "SHA-256"])
+    say_table(
+        [[file.path, format_size(file.size), f"{file.sha256[:16]}…"] for file in result.files],
+        ["file", "size", "SHA-256"],
+    )
     say_notes(result.notes)
     if not result.dry_run:
         say(f"What the Hub holds matches by hash (commit {escape(result.commit)}).")
@@ -84,4 +87,4 @@ _EXAMPLES = {
     "mtp-upload gemma-4-E4B-it-mtp-drafter-gguf me/gemma-4-E4B-it-GGUF --beside": "Adds a GGUF to its base's.",
 }
 
-app, main = command_of(upload_command, _EXAMPLES)
+app, main = make_command(upload_command, _EXAMPLES)

@@ -1,4 +1,4 @@
-"""``mtp-validate``: is a checkpoint the drafter of its file, and does it draft what its base would say?"""
+"""``mtp-validate``: check a drafter against its bundle, and measure acceptance with its base."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtp_extract.cli._command import Version, command_line, command_of
-from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, whole_numbers
-from mtp_extract.cli.terminal import TerminalReporter, error, say, say_all, say_notes, table, write_json
+from mtp_extract.cli._command import Version, describe_command_line, make_command
+from mtp_extract.cli._options import BASE, AsJson, ChatTemplate, Device, Prompts, parse_whole_numbers
+from mtp_extract.cli.terminal import TerminalReporter, say, say_all, say_error, say_notes, say_table, write_json
 from mtp_extract.errors import escape
 from mtp_extract.validation.plan import MOST_STEPS, ValidationPlan
 
@@ -79,7 +79,7 @@ def validate_command(
         source=source,
         sample=sample,
         prompts=prompts,
-        draft_steps=whole_numbers("draft_steps", draft_steps),
+        draft_steps=parse_whole_numbers("draft_steps", draft_steps),
         trees=tuple(trees or ()),
         device=device,
         new_tokens=new_tokens,
@@ -87,7 +87,7 @@ def validate_command(
         chat_template=chat_template,
         report=report,
         overwrite=overwrite,
-        command=command_line(),
+        command=describe_command_line(),
     )
     # The result is printed before a report of it is written.
     with TerminalReporter(quiet=print_json, print_result=print_result) as reporter:
@@ -95,7 +95,7 @@ def validate_command(
     if plan.report is not None and not print_json:
         say(f"Wrote {escape(plan.report)}/: {', '.join(sorted(os.listdir(plan.report)))}")
     if result.refuted:
-        error("the validation shows that something is wrong; the verdict says what.")
+        say_error("the validation shows that something is wrong; the verdict says what.")
         raise typer.Exit(1)
 
 
@@ -111,7 +111,7 @@ def _show(validation: Validation) -> None:
     else:
         part = page.steps(drafters)
     say(part.title)
-    table(part.rows, part.columns, longest=1000)
+    say_table(part.rows, part.columns, longest=1000)
     say_notes(validation.notes)
     if validation.source is None:
         say("With --source FILE.litertlm it is compared with the file it came from.")
@@ -124,4 +124,4 @@ _EXAMPLES = {
     "mtp-validate drafter --base google/gemma-4-E4B-it --report report": "Measures acceptance; writes a report.",
 }
 
-app, main = command_of(validate_command, _EXAMPLES, kept="what was measured until then is above, if anything was")
+app, main = make_command(validate_command, _EXAMPLES, kept="what was measured until then is above, if anything was")

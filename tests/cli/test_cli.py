@@ -24,7 +24,7 @@ from mtp_extract import __version__
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.config import MTP
 from mtp_extract.architecture.eagle3 import EAGLE3, EAGLE3_HEAD
-from mtp_extract.cli import COMMANDS, convert, extract, inspect, main, module_of
+from mtp_extract.cli import COMMANDS, convert, extract, import_command, inspect, main
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.formats import FORMATS, choose
 
@@ -93,7 +93,7 @@ def test_a_shell_completes_commands_options_and_choices() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_the_version(name: str) -> None:
-    result = RUNNER.invoke(module_of(name).app, ["--version"])
+    result = RUNNER.invoke(import_command(name).app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"mtp-extract {__version__}\n")
 
 
@@ -160,10 +160,10 @@ def test_help_loads_nothing_heavy() -> None:
     """Of every command, by both of its names, and of all together."""
     code = (
         "import sys\n"
-        "from mtp_extract.cli import COMMANDS, main, module_of\n"
+        "from mtp_extract.cli import COMMANDS, main, import_command\n"
         "def called(program, *arguments):\n"
         "    sys.argv = [program, *arguments]\n"
-        "    try: (main if program == 'mtp' else module_of(program[4:])).main()\n"
+        "    try: (main if program == 'mtp' else import_command(program[4:])).main()\n"
         "    except SystemExit as end: assert not end.code\n"
         "called('mtp', '-h')\n"
         "assert not [n for n in COMMANDS if f'mtp_extract.cli.{n}' in sys.modules]\n"

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import mtp_extract
 from mtp_extract.checkpoint.rounding import RULES
-from mtp_extract.cli import COMMANDS, bench, doctor, module_of, tune, validate
-from mtp_extract.cli._command import Version, command_of
-from mtp_extract.cli._options import whole_numbers
+from mtp_extract.cli import COMMANDS, bench, doctor, import_command, tune, validate
+from mtp_extract.cli._command import Version, make_command
+from mtp_extract.cli._options import parse_whole_numbers
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import PlanError
 from mtp_extract.formats import EVERY
@@ -51,9 +51,9 @@ def call(*arguments: str) -> tuple[int, dict[str, Any], str]:
             raise PlanError("batch 5: expected an even number.")
         if batch == 7:
             raise PlanError("expected batch of at most 6, found 7. Lower it.", remedies=("batch", "steps", "none"))
-        values.update(directory=directory, batch=batch, steps=whole_numbers("steps", steps))
+        values.update(directory=directory, batch=batch, steps=parse_whole_numbers("steps", steps))
 
-    app, _ = command_of(command, {"mtp-it": "Does it."}, no_arguments_is_help=False)
+    app, _ = make_command(command, {"mtp-it": "Does it."}, no_arguments_is_help=False)
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, values, " ".join(result.output.split())
 
@@ -93,7 +93,7 @@ def test_help_shows_arguments_defaults_bounds_and_examples() -> None:
 
 
 def test_there_are_no_more_options_than_somebody_acts_on() -> None:
-    parameters = [parameter for name in COMMANDS for parameter in get_command(module_of(name).app).params]
+    parameters = [parameter for name in COMMANDS for parameter in get_command(import_command(name).app).params]
     options = [option for option in parameters if option.param_type_name == "option" and option.expose_value]
     assert len(options) <= 90
 
@@ -109,7 +109,7 @@ def test_there_are_no_more_options_than_somebody_acts_on() -> None:
     ],
 )
 def test_a_command_has_the_arguments_and_defaults_of_its_function(name: str, otherwise: set[str]) -> None:
-    defaults = defaults_of(module_of(name).app)
+    defaults = defaults_of(import_command(name).app)
     arguments = inspect.signature(getattr(mtp_extract, name)).parameters
     assert defaults.keys() - arguments.keys() == otherwise
     for shared in (defaults.keys() & arguments.keys()) - {"out"}:
@@ -126,7 +126,7 @@ def test_a_command_has_the_fields_and_defaults_of_its_plan(name: str) -> None:
         if field.name in defaults and defaults[field.name] is not None:
             default = defaults[field.name]
             several = isinstance(field.default, tuple)
-            assert (whole_numbers(field.name, default) if several else default) == field.default, field.name
+            assert (parse_whole_numbers(field.name, default) if several else default) == field.default, field.name
     options = inspect.signature(command.app.registered_commands[0].callback, eval_str=True).parameters
     types = get_type_hints(type(plan))
     # These two are words at the command line, which the command reads.

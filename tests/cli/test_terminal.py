@@ -23,7 +23,7 @@ ROWS = [
 @pytest.mark.parametrize("columns", [150, 100, 60])
 def test_a_table_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    terminal.table(ROWS, HEAD)
+    terminal.say_table(ROWS, HEAD)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     words = set(" ".join(lines).replace(":", " ").split())
@@ -36,7 +36,7 @@ def test_where_columns_do_not_fit_each_row_is_a_list(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     rows = [["drafter", "0.125 (0.1 to 0.2)", "word" * 9], ["baseline", "", "none"]]
-    terminal.table(rows, ["side", "tokens per round", "why"])
+    terminal.say_table(rows, ["side", "tokens per round", "why"])
     assert capsys.readouterr().out.splitlines() == [
         "  drafter",
         "    tokens per round: 0.125 (0.1 to 0.2)",
@@ -48,7 +48,7 @@ def test_where_columns_do_not_fit_each_row_is_a_list(
 
 def test_a_file_gets_one_line_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    terminal.table(ROWS, HEAD)
+    terminal.say_table(ROWS, HEAD)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(ROWS)
     place = lines[2].index("1234") + 4

@@ -13,7 +13,7 @@ import pytest
 from helpers.bounds import HANG, bounded
 from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, account, model_server, words_of
 
-from mtp_extract.cli._options import key_from
+from mtp_extract.cli._options import read_key
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.serving import client
 from mtp_extract.serving.client import Answer, Server, question, read_answer
@@ -234,7 +234,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
 ) -> None:
     vllm.key = KEY
     monkeypatch.setenv("SOME_KEY", f" {KEY}\n")
-    assert ask(connect(vllm.url, key=key_from("SOME_KEY"))).tokens == 3
+    assert ask(connect(vllm.url, key=read_key("SOME_KEY"))).tokens == 3
     assert {given for _, given in vllm.seen} == {f"Bearer {KEY}"}
     with pytest.raises(ServerError, match="expected /v1/models, found 401 Unauthorized") as caught:
         connect(vllm.url, key=KEY + "x")
@@ -246,7 +246,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
 def test_what_is_no_key(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(MtpExtractError, match="environment variable SOME_KEY"):
-        key_from("SOME_KEY")
+        read_key("SOME_KEY")
 
 
 @pytest.mark.parametrize(
