@@ -32,7 +32,7 @@ class _Handing:
         self.start: Callable[[RoundStart], Any] = lambda base: drafter.start(change(base), LITERT)
 
 
-def _no_state(drafter: MtpDrafter, base: Base) -> Any:
+def _zero_state(drafter: MtpDrafter, base: Base) -> Any:
     def step(state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         return drafter.step(dataclasses.replace(state, hidden=torch.zeros_like(state.hidden)), token)
 
@@ -41,7 +41,7 @@ def _no_state(drafter: MtpDrafter, base: Base) -> Any:
     return engine
 
 
-def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
+def _shuffle_state(drafter: MtpDrafter, base: Base) -> Any:
     last: dict[str, Any] = {}
 
     def change(state: RoundStart) -> RoundStart:
@@ -58,32 +58,32 @@ def _shuffled(drafter: MtpDrafter, base: Base) -> Any:
     return _Handing(drafter, change)
 
 
-def _unscaled(drafter: MtpDrafter, base: Base) -> Any:
+def _unscale_embedding(drafter: MtpDrafter, base: Base) -> Any:
     def change(state: RoundStart) -> RoundStart:
         return dataclasses.replace(state, embed=lambda tokens: state.embed(tokens) / base.width**0.5)
 
     return _Handing(drafter, change)
 
 
-def _scaled_attention(drafter: MtpDrafter, base: Base) -> Any:
+def _scale_attention(drafter: MtpDrafter, base: Base) -> Any:
     width = drafter.config.layers[0].head_dim
     return drafter.with_config(dataclasses.replace(drafter.config, attention_scale=width**-0.5))
 
 
-def _full_rope(drafter: MtpDrafter, base: Base) -> Any:
+def _rotate_all_dimensions(drafter: MtpDrafter, base: Base) -> Any:
     return drafter.with_config(drafter.config.with_rope("full_attention", partial_rotary_factor=1.0))
 
 
-def _no_scalars(drafter: MtpDrafter, base: Base) -> Any:
+def _drop_scalars(drafter: MtpDrafter, base: Base) -> Any:
     ones = {name: torch.ones(1) for name in drafter.state_dict() if name.endswith("layer_scalar")}
     return drafter.with_tensors(ones)
 
 
-def _late_query(drafter: MtpDrafter, base: Base) -> Any:
+def _delay_query(drafter: MtpDrafter, base: Base) -> Any:
     return FaultyDrafter(drafter, dataclasses.replace(LITERT, position_offset=LITERT.position_offset + 1))
 
 
-def _early(drafter: MtpDrafter, base: Base) -> Any:
+def _give_early_state(drafter: MtpDrafter, base: Base) -> Any:
     layer = base.num_layers - 1
 
     def change(state: RoundStart) -> RoundStart:
@@ -93,8 +93,8 @@ def _early(drafter: MtpDrafter, base: Base) -> Any:
     return _Handing(drafter, change, (layer,))
 
 
-def _half(drafter: MtpDrafter, base: Base) -> Any:
-    """What overflows is no number, and then the first token is drafted."""
+def _compute_in_half(drafter: MtpDrafter, base: Base) -> Any:
+    """Compute in FP16; an overflow makes NaN, whose argmax is the first token."""
     half = drafter.with_tensors({name: tensor.half() for name, tensor in drafter.state_dict().items()})
     engine = _Handing(half, lambda state: state)
 
@@ -106,8 +106,8 @@ def _half(drafter: MtpDrafter, base: Base) -> Any:
     return engine
 
 
-def _stale(drafter: MtpDrafter, base: Base) -> Any:
-    """Of the round before: what was written since then is not seen."""
+def _give_stale_kv(drafter: MtpDrafter, base: Base) -> Any:
+    """Give K and V of the round before, without what was written since."""
     seen: dict[str, Any] = {}
 
     def start(state: RoundStart) -> MtpState:
@@ -122,22 +122,22 @@ def _stale(drafter: MtpDrafter, base: Base) -> Any:
 
 
 PLANTED: dict[str, Engine] = {
-    "shuffled_kv": _shuffled,
-    "zero_hidden": _no_state,
-    "unscaled_embedding": _unscaled,
-    "sqrt_d_attention": _scaled_attention,
-    "full_rope": _full_rope,
-    "unit_layer_scalars": _no_scalars,
-    "position_off_by_one": _late_query,
-    "early_state": _early,
-    "fp16_overflow": _half,
-    "stale_kv": _stale,
+    "shuffled_kv": _shuffle_state,
+    "zero_hidden": _zero_state,
+    "unscaled_embedding": _unscale_embedding,
+    "sqrt_d_attention": _scale_attention,
+    "full_rope": _rotate_all_dimensions,
+    "unit_layer_scalars": _drop_scalars,
+    "position_off_by_one": _delay_query,
+    "early_state": _give_early_state,
+    "fp16_overflow": _compute_in_half,
+    "stale_kv": _give_stale_kv,
 }
 """By the name that the doctor should say."""
 
 
-def near_overflow(drafter: MtpDrafter, factor: float) -> MtpDrafter:
-    """The same function with a residual stream ``factor`` times as large: norms do not see it, FP16 may overflow."""
+def scale_residual_stream(drafter: MtpDrafter, factor: float) -> MtpDrafter:
+    """Scale the residual stream by ``factor``: norms undo it, so the function is the same, but FP16 may overflow."""
     names = ("pre_projection.weight", "post_attention_norm.weight", "post_ffw_norm.weight")
     state = drafter.state_dict()
     return drafter.with_tensors({name: state[name] * factor for name in state if name.endswith(names)})

@@ -23,14 +23,14 @@ from statistics import median
 import numpy as np
 from _rehearsal.measure import Measured, Running
 from _rehearsal.shapes import SHAPES
-from rehearse import ROOT, environment
+from rehearse import ROOT, build_environment
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.formats import FORMATS
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
 
 sys.path.insert(0, str(ROOT / "tests"))
-from _rehearsal.drafter import drafter
+from _rehearsal.drafter import build_drafter
 from helpers.make_bundle import ALIGNMENT, DRAFTER, Part, bundle
 
 BUNDLE_SIZE = 4_000_000_000
@@ -65,7 +65,7 @@ save_file(tensors, out)
 
 def write_e4b_shaped(path: Path) -> None:
     """A bundle with a random drafter of E4B's shape behind a hole of almost 4 GB."""
-    model = drafter(SHAPES["e4b"])
+    model = build_drafter(SHAPES["e4b"])
     data = model.packed()
     size = len(data) + model.outside
     begin = (BUNDLE_SIZE - size) // ALIGNMENT * ALIGNMENT
@@ -76,8 +76,8 @@ def write_e4b_shaped(path: Path) -> None:
         model.write_outside(file, np.random.default_rng(1))
 
 
-def alternately(commands: dict[str, Sequence[object]], repeats: int, out: Path) -> dict[str, list[Measured]]:
-    """``repeats`` runs of each of ``commands``, which write to ``out``, after one that warms up.
+def run_alternately(commands: dict[str, Sequence[object]], repeats: int, out: Path) -> dict[str, list[Measured]]:
+    """Run ``commands`` in turn, ``repeats`` times each after a warm-up; they write to ``out``.
 
     Raises:
         SystemExit: one failed.
@@ -86,15 +86,15 @@ def alternately(commands: dict[str, Sequence[object]], repeats: int, out: Path) 
     for turn in range(repeats + 1):
         for name, words in commands.items():
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-            found = Running([sys.executable, *map(str, words)], out.with_name("log"), environment()).finished()
+            found = Running([sys.executable, *map(str, words)], out.with_name("log"), build_environment()).finished()
             if found.status:
                 raise SystemExit(f"{name}: exit status {found.status}: {found.output[-600:]}")
             taken[name] += [found] if turn else []
     return taken
 
 
-def proving(source: Path) -> float:
-    """CPU seconds of reading the graph and proving its checkpoint, the least of three."""
+def measure_proof(source: Path) -> float:
+    """Measure the CPU seconds of reading the graph and proving its checkpoint; the least of three."""
     taken = []
     for _ in range(3):
         start = time.process_time()
@@ -104,8 +104,8 @@ def proving(source: Path) -> float:
     return min(taken)
 
 
-def validating(source: Path, folder: Path) -> Measured:
-    """What ``mtp-validate --source`` takes for the drafter of ``source``.
+def measure_validation(source: Path, folder: Path) -> Measured:
+    """Measure ``mtp-validate --source`` for the drafter of ``source``.
 
     Raises:
         SystemExit: it, or the extraction before it, failed.
@@ -114,7 +114,7 @@ def validating(source: Path, folder: Path) -> Measured:
     program = ("-m", "mtp_extract")
     steps = [("extract", source, "-o", drafter), ("validate", drafter, "--source", source)]
     for words in steps:
-        taken = Running([sys.executable, *program, *map(str, words)], folder / "log", environment()).finished()
+        taken = Running([sys.executable, *program, *map(str, words)], folder / "log", build_environment()).finished()
         if taken.status:
             raise SystemExit(f"{words[0]}: exit status {taken.status}: {taken.output[-600:]}")
     return taken
@@ -142,10 +142,10 @@ def main() -> None:
         commands |= {f"`mtp-extract --for {name}`": (*ours, "--for", name) for name in coded}
         commands |= {"`mtp-inspect`": (*ours[:2], "inspect", source), "`mtp --help`": (*ours[:2], "--help")}
         print("| what | CPU s | peak memory |\n| --- | --- | --- |")
-        for name, found in alternately(commands, options.repeats, out).items():
+        for name, found in run_alternately(commands, options.repeats, out).items():
             print(f"| {name} | {median(m.cpu_s for m in found):.2f} | {median(m.host for m in found) / 1e6:.0f} MB |")
-        print(f"| reading the graph and proving, within extraction | {proving(source):.2f} | |")
-        taken = validating(source, Path(folder))
+        print(f"| reading the graph and proving, within extraction | {measure_proof(source):.2f} | |")
+        taken = measure_validation(source, Path(folder))
         print(f"| `mtp-validate --source` | {taken.cpu_s:.2f} | {taken.host / 1e6:.0f} MB |")
 
 

@@ -79,8 +79,8 @@ def require_agreement(
     worst, taken = 0.0, run.get_input_details()
     for inputs in feeds:
         with torch.no_grad():
-            expected = export.as_arrays(model(**inputs))
-        found = run(**{name: value for name, value in export.as_arrays(inputs).items() if name in taken})
+            expected = export.convert_to_arrays(model(**inputs))
+        found = run(**{name: value for name, value in export.convert_to_arrays(inputs).items() if name in taken})
         worst = max(worst, *(float(np.abs(found[name] - value).max()) for name, value in expected.items()))
     print(f"{path.name}, {signature}: interpreter and torch differ by at most {worst:.2g}", flush=True)
     if not worst <= FLOAT_TOLERANCE:
@@ -90,23 +90,25 @@ def require_agreement(
 def write_bundle(base: Any, drafter: Any, tokens: torch.Tensor, tokenizer_json: Path, target: Path) -> None:
     """Exports, checks, quantizes and packs."""
     with tempfile.TemporaryDirectory() as folder:
-        work, plain = Path(folder), export.exportable(base)
-        feeds, step = export.drafter_inputs(plain, tokens, 6), export.DraftStep(export.exportable(drafter))
+        work, plain = Path(folder), export.make_exportable(base)
+        feeds, step = export.make_drafter_inputs(plain, tokens, 6), export.DraftStep(export.make_exportable(drafter))
         floats = {**export.export_base(plain, work), "mtp_drafter": work / "mtp_drafter.float.tflite"}
         export.export({"mtp_drafter": (step, feeds[0])}, floats["mtp_drafter"])
         weights = {name: value for name, value in drafter.state_dict().items() if "embed_tokens" not in name}
-        pack.publish(floats["mtp_drafter"], export.as_arrays(weights))
+        pack.publish(floats["mtp_drafter"], export.convert_to_arrays(weights))
         require_agreement(floats["mtp_drafter"], "mtp_drafter", step, feeds)
         decode = export.BaseStep(plain, with_logits=True)
         for signature, count in (("decode", 1), ("verify", export.VERIFY)):
-            require_agreement(floats["prefill_decode"], signature, decode, export.base_inputs(plain, tokens, count))
+            require_agreement(
+                floats["prefill_decode"], signature, decode, export.make_base_inputs(plain, tokens, count)
+            )
         sections = {
             kind: work / f"{kind}.tflite"
             for kind in ("embedder", "per_layer_embedder", "prefill_decode", "mtp_drafter")
         }
         for kind, path in sections.items():
             pack.quantize(floats[kind], path, pack.DRAFTER_RULES if kind == "mtp_drafter" else pack.BASE_RULES)
-        pack.pack(target, work, sections, tokenizer_json, sorted(export.caches_of(base)))
+        pack.pack(target, work, sections, tokenizer_json, sorted(export.make_caches(base)))
     print(f"{target}: {target.stat().st_size} bytes", flush=True)
 
 
@@ -115,12 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)  # the tensors are too small to share
     draw = random.Random(options.seed)
-    texts = [path.read_text("utf-8", "replace") for path in corpus.standard_library_files(CORPUS_BYTES)]
+    texts = [path.read_text("utf-8", "replace") for path in corpus.list_standard_library_files(CORPUS_BYTES)]
     texts = [text for text in texts if text.strip()]
     held_out, seen = texts[::HELD_OUT], [text for index, text in enumerate(texts) if index % HELD_OUT]
-    tokenizer = corpus.train_tokenizer(corpus.mixture(seen, TOKENIZER_BYTES, draw), shape.VOCAB)
-    documents = corpus.documents(tokenizer, seen, DOCUMENTS, train.LENGTH, draw)
-    drills = [corpus.drill(tokenizer, draw) for _ in range(DOCUMENTS // 4)]
+    tokenizer = corpus.train_tokenizer(corpus.mix_texts(seen, TOKENIZER_BYTES, draw), shape.VOCAB)
+    documents = corpus.draw_documents(tokenizer, seen, DOCUMENTS, train.LENGTH, draw)
+    drills = [corpus.draw_drill(tokenizer, draw) for _ in range(DOCUMENTS // 4)]
     tokens = torch.tensor([token for document in documents[:200] for token in document.ids])
     print(f"corpus: {len(texts)} files, {sum(len(document.ids) for document in documents)} tokens", flush=True)
 
@@ -132,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base.generation_config.eos_token_id = [corpus.EOS, corpus.TURN_END]
     base.save_pretrained(options.out / "base")
     tokenizer.save_pretrained(options.out / "base")
-    prompts = tasks.prompts(draw, [text.splitlines() for text in held_out], PROMPTS)
+    prompts = tasks.draw_prompts(draw, [text.splitlines() for text in held_out], PROMPTS)
     rows = [{"prompt": text, "workload": name} for name, texts in prompts.items() for text in texts]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (options.out / "base" / "prompts.jsonl").write_text(lines, encoding="utf-8")

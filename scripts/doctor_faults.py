@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _planted_faults import PLANTED, near_overflow
+from _planted_faults import PLANTED, scale_residual_stream
 from helpers.loop_server import played
 
 from mtp_extract import extract
@@ -55,9 +55,9 @@ class Bench:
         self._known: dict[Any, ExpectedCounts] = {}
 
     def diagnoses(self, planted: str, rows: Sequence[int]) -> Iterator[tuple[str, Diagnosis]]:
-        """What is said of the fault ``planted``, or of ``sound``: by what is told and with noise or without."""
+        """Diagnose the fault ``planted``, or ``sound``: by the counters reported, with noise or without."""
         base = self.generator.base
-        drafter = near_overflow(self.drafter, OVERFLOWS) if planted == "fp16_overflow" else self.drafter
+        drafter = scale_residual_stream(self.drafter, OVERFLOWS) if planted == "fp16_overflow" else self.drafter
         engine = drafter if planted == "sound" else PLANTED[planted](drafter, base)
         loop, told = SpeculativeGenerator(base, engine, self.tokenizer), list[Answer]()
         for row in rows:
@@ -76,7 +76,7 @@ class Bench:
         if key not in self._known:
             along = [one.text for one in chosen]
             self._known[key] = count_expected(drafter, base, along, STEPS, lag=clean.tokens_per_round)
-        for noise, served in (("no", clean), ("yes", _noisy(clean))):
+        for noise, served in (("no", clean), ("yes", _add_noise(clean))):
             for tells, has in (("steps", served), ("totals", replace(served, by_step=None))):
                 found = Diagnosis(
                     drafter=Identity("the pair", "transformers", None),
@@ -89,7 +89,7 @@ class Bench:
                 yield f"{tells} | {noise}", judge_diagnosis(found)
 
 
-def _noisy(counts: Counts) -> Counts:
+def _add_noise(counts: Counts) -> Counts:
     generator = np.random.default_rng(3)
     assert counts.by_step is not None
     rounds = counts.rounds + generator.poisson(0.5, len(counts.rounds))
@@ -98,7 +98,7 @@ def _noisy(counts: Counts) -> Counts:
     return Counts(counts.tokens, rounds, by_step.sum(1), by_step)
 
 
-def planted_faults(bench: Bench) -> None:
+def diagnose_planted_faults(bench: Bench) -> None:
     """Print a line a fault, and how many suspects are right."""
     print("| planted | told | noise | verdict | suspect | rank |\n|" + " --- |" * 6)
     right = Counter[str]()
@@ -112,7 +112,7 @@ def planted_faults(bench: Bench) -> None:
         print("right suspect:", told, f"{count} of {len(PLANTED)}")
 
 
-def sound_runs(bench: Bench, runs: int) -> None:
+def diagnose_sound_runs(bench: Bench, runs: int) -> None:
     """Print how often each verdict is given where nothing is wrong."""
     said = Counter[str]()
     for number in range(runs):
@@ -130,7 +130,7 @@ def main(runs: int = 0, *pair: str) -> None:
         if not pair:
             extract(str(sample_bundle()), Path(directory), format="transformers", dtype="f32")
         bench = Bench(Path(directory), base, Path(prompts))
-        sound_runs(bench, runs) if runs else planted_faults(bench)
+        diagnose_sound_runs(bench, runs) if runs else diagnose_planted_faults(bench)
 
 
 if __name__ == "__main__":

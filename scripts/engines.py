@@ -86,8 +86,8 @@ class Outcome:
     note: str = ""  # why it does not load, or what else is to be known
 
 
-def from_json(engine: str, format_: str, printed: str) -> Outcome:
-    """The last line that a ``run_*.py`` printed: ``version``, and what there is of the other fields.
+def parse_outcome(engine: str, format_: str, printed: str) -> Outcome:
+    """Parse the last line that a ``run_*.py`` printed: ``version``, and the other fields that it has.
 
     Raises:
         ValueError: it is no such line.
@@ -105,8 +105,8 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
     return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
 
 
-def last_line(text: str) -> str:
-    """The last line of ``text`` that says something: that of a traceback is the error."""
+def find_last_line(text: str) -> str:
+    """Return the last line of ``text`` that is not empty, which of a traceback is the error."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
@@ -129,8 +129,8 @@ class Drafter:
         return made
 
 
-def scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[Outcome]:
-    """Every format in the engine called ``name``; one that cannot hold the drafter is no fault of the engine."""
+def run_scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[Outcome]:
+    """Run every format in the engine ``name``; a format that cannot hold the drafter is not the engine's fault."""
     module, script, formats = SCRIPTED[name]
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if run([python, "-c", find]).returncode:
@@ -145,44 +145,44 @@ def scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[O
         path = HERE / "_engines" / f"{script}.py"
         done = run([python, str(path), str(base), str(directory), PROMPT, str(TOKENS)])
         if done.returncode:
-            yield Outcome(name, format_, loads=False, note=last_line(done.stderr))
+            yield Outcome(name, format_, loads=False, note=find_last_line(done.stderr))
         else:
-            yield from_json(name, format_, done.stdout)
+            yield parse_outcome(name, format_, done.stdout)
 
 
-def in_llama(source: Path, python: str, base: Path, drafter: Drafter, folder: Path) -> Iterator[Outcome]:
-    """What we write for llama.cpp, in the server that was built in its tree at ``source``."""
+def run_llama(source: Path, python: str, base: Path, drafter: Drafter, folder: Path) -> Iterator[Outcome]:
+    """Run the GGUF in the llama.cpp server that was built in its tree at ``source``."""
     server, target = source / "build" / "bin" / "llama-server", folder / "base.gguf"
     converter = [python, str(source / "convert_hf_to_gguf.py"), str(base), "--outtype", "f32", "--outfile", str(target)]
     done = run(converter, {**os.environ, "PYTHONPATH": str(source / "gguf-py")})
     if done.returncode:
-        raise RuntimeError(f"convert_hf_to_gguf.py: {last_line(done.stderr)}")
-    version = llama_cpp.version("".join(run([str(server), "--version"]).stderr.splitlines()[:1]))
-    plain = llama_cpp.answer(server, target, None, PROMPT, LLAMA_TOKENS)
+        raise RuntimeError(f"convert_hf_to_gguf.py: {find_last_line(done.stderr)}")
+    version = llama_cpp.shorten_version("".join(run([str(server), "--version"]).stderr.splitlines()[:1]))
+    plain = llama_cpp.ask_llama(server, target, None, PROMPT, LLAMA_TOKENS)
     for name in ("gguf F32", "gguf"):
         made = Outcome("llama-server", name, version)
         try:
             (file,) = drafter.written(name).glob("*.gguf")
-            told = llama_cpp.answer(server, target, file, PROMPT, LLAMA_TOKENS)
+            told = llama_cpp.ask_llama(server, target, file, PROMPT, LLAMA_TOKENS)
         except (UnsupportedError, RuntimeError) as error:
             unsupported = isinstance(error, UnsupportedError)
             yield replace(made, loads=None if unsupported else False, note=str(error))
             continue
-        drafted, accepted = llama_cpp.timings(told)
+        drafted, accepted = llama_cpp.read_draft_counts(told)
         same = told["content"] == plain["content"]
         yield replace(made, loads=True, identical=same, drafted=drafted, accepted=accepted)
 
 
-def in_litert_lm(program: Path, bundle: Path) -> Outcome:
-    """LiteRT-LM runs the bundle itself: its text with and without speculation, and the rate in its log."""
-    version = last_line(run([str(program), "--version"]).stdout).split(" ")[-1]
+def run_litert_lm(program: Path, bundle: Path) -> Outcome:
+    """Run the bundle itself in LiteRT-LM, with and without speculation; the rate is in its log."""
+    version = find_last_line(run([str(program), "--version"]).stdout).split(" ")[-1]
     command = [str(program), "run", str(bundle), "--backend", "cpu", "--no-template", "--prompt", PROMPT]
     command += ["--cache", "no", "--top-k", "1", "--verbose", "--speculative-decoding"]
     plain, assisted = (run([*command, wanted]) for wanted in ("false", "true"))
     if assisted.returncode or plain.returncode:
         failed = assisted if assisted.returncode else plain
-        return Outcome("litert-lm", "bundle", version, loads=False, note=last_line(failed.stderr))
-    note = f"success rate {success_rate(assisted.stderr)}"
+        return Outcome("litert-lm", "bundle", version, loads=False, note=find_last_line(failed.stderr))
+    note = f"success rate {read_success_rate(assisted.stderr)}"
     same = is_same_until_full(plain.stdout, assisted.stdout)
     return Outcome("litert-lm", "bundle", version, True, same, note=note)
 
@@ -194,28 +194,28 @@ def is_same_until_full(plain: str, assisted: str) -> bool:
     return bool(until_full) and assisted.startswith(until_full)
 
 
-def success_rate(log: str) -> str:
-    """What LiteRT-LM's verbose log says of the drafter.
+def read_success_rate(log: str) -> str:
+    """Read the drafter's success rate from LiteRT-LM's verbose log.
 
     Raises:
         ValueError: nothing.
     """
     found = re.search(r"MTP Drafter - Success rate: ([0-9.]+)", log)
     if found is None:
-        raise ValueError(f"LiteRT-LM: expected a success rate in its log, found {last_line(log)!r}.")
+        raise ValueError(f"LiteRT-LM: expected a success rate in its log, found {find_last_line(log)!r}.")
     return found[1]
 
 
-def cells(outcome: Outcome) -> list[str]:
-    """``outcome`` under :data:`COLUMNS`."""
+def format_cells(outcome: Outcome) -> list[str]:
+    """Format ``outcome`` as cells under :data:`COLUMNS`."""
     words = {True: "yes", False: "no", None: "–"}
     accepted = "–" if outcome.drafted is None else f"{outcome.accepted} of {outcome.drafted}"
     answers = (words[outcome.loads], words[outcome.identical])
     return [outcome.engine, outcome.version or "–", outcome.format, *answers, accepted, outcome.note]
 
 
-def shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
-    """What went wrong: no load, another text, or another acceptance than the engine's first row, the F32 checkpoint."""
+def list_shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
+    """List what went wrong: not loaded, another text, or another acceptance than the F32 checkpoint's, row one."""
     found = []
     first: dict[str, Outcome] = {}
     for outcome in outcomes:
@@ -236,19 +236,19 @@ def shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
     return found
 
 
-def outcomes_of(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """The rows, engine by engine."""
+def run_engines(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
+    """Run every engine that the options name; a row each."""
     wanted, drafter = options.only or ENGINES, Drafter(options.source, folder)
     for name in (name for name in SCRIPTED if name in wanted):
-        yield from scripted(name, options.python.get(name.split()[0], sys.executable), options.base, drafter)
+        yield from run_scripted(name, options.python.get(name.split()[0], sys.executable), options.base, drafter)
     if "llama.cpp" in wanted:
         python = options.python.get("llama.cpp", sys.executable)
         absent = [Outcome("llama.cpp", "–", note="not given")]
-        yield from in_llama(options.llama, python, options.base, drafter, folder) if options.llama else absent
+        yield from run_llama(options.llama, python, options.base, drafter, folder) if options.llama else absent
     if "litert-lm" in wanted:
         program = Path(options.python.get("litert-lm", sys.executable)).with_name("litert-lm")
         found = program.is_file()
-        yield in_litert_lm(program, options.source) if found else Outcome("litert-lm", "–", note="not installed")
+        yield run_litert_lm(program, options.source) if found else Outcome("litert-lm", "–", note="not installed")
 
 
 def main() -> None:
@@ -266,11 +266,11 @@ def main() -> None:
         if name not in ENGINES or not Path(path).is_file():
             parser.error(f"--python {name}={path}: expected one of {', '.join(ENGINES)}, and a file")
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = list(outcomes_of(options, Path(folder)))
-    say_table([cells(outcome) for outcome in outcomes], COLUMNS, indent="", longest=120)
+        outcomes = list(run_engines(options, Path(folder)))
+    say_table([format_cells(outcome) for outcome in outcomes], COLUMNS, indent="", longest=120)
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
-    fell_short = shortfalls(outcomes)
+    fell_short = list_shortfalls(outcomes)
     for line in fell_short:
         say(line)
     sys.exit(1 if fell_short else 0)

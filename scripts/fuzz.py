@@ -67,27 +67,27 @@ class _Logged(Memory):
 
 
 @cache
-def structure_of(data: bytes) -> list[int]:
-    """Where the words of a sound drafter lie that say what is where; all others are in constants and padding."""
+def find_structure(data: bytes) -> list[int]:
+    """Find the words of a sound drafter that are structure; all others are in constants and padding."""
     source = _Logged(data)
     prove(source)
     return sorted(source.places)
 
 
-def parts_of(value: Any) -> Iterator[Any]:
-    """Every object of a parsed model, from the outside in."""
+def list_parts(value: Any) -> Iterator[Any]:
+    """List every object of a parsed model, from the outside in."""
     if hasattr(value, "__dict__"):
         yield value
         for field in vars(value).values():
-            yield from parts_of(field)
+            yield from list_parts(field)
     elif isinstance(value, list):
         for entry in value:
-            yield from parts_of(entry)
+            yield from list_parts(entry)
 
 
 def change(model: Any, provider: Any) -> None:
     """Give a field of some part of ``model`` another value: a number, or what the same field of another part has."""
-    parts = list(parts_of(model))
+    parts = list(list_parts(model))
     part = provider.PickValueInList(parts)
     field = provider.PickValueInList(sorted(vars(part)))
     value = getattr(part, field)
@@ -124,8 +124,8 @@ def replace_words(data: bytearray, places: list[int], provider: Any) -> None:
         struct.pack_into("<I", data, place, word & 0xFFFFFFFF)
 
 
-def changed_drafter(provider: Any) -> bytes | None:
-    """A drafter's file, changed; None where the schema's own writer does not take the change."""
+def draw_changed_drafter(provider: Any) -> bytes | None:
+    """Draw a changed drafter's file; None if the schema's own writer refuses the change."""
     content = provider.PickValueInList(DRAFTERS)
     if changes := provider.ConsumeIntInRange(0, 6):
         model = load(content)
@@ -137,7 +137,7 @@ def changed_drafter(provider: Any) -> bytes | None:
             return None
     data = bytearray(content)
     # The schema's writer has its own order: what it packed anew is changed anywhere.
-    replace_words(data, list(range(0, len(data) - 3, 4)) if changes else structure_of(content), provider)
+    replace_words(data, list(range(0, len(data) - 3, 4)) if changes else find_structure(content), provider)
     return bytes(data)
 
 
@@ -145,9 +145,9 @@ _written = set[int]()
 """Hashes of what was written: most of what is proven is what a change to nothing of value leaves."""
 
 
-def run(content: bytes) -> None:
-    """What libFuzzer calls: an exception that is none of ours is a finding, and so is a message that cannot be read."""
-    data = changed_drafter(atheris.FuzzedDataProvider(content))
+def run_case(content: bytes) -> None:
+    """Run one case for libFuzzer: a foreign exception is a finding, and so is an unreadable message."""
+    data = draw_changed_drafter(atheris.FuzzedDataProvider(content))
     if data is None:
         return
     with warnings.catch_warnings(), bounded(CPU_SECONDS):
@@ -172,7 +172,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(SEEDS):
             (folder / f"seed-{number}").write_bytes(seed)
-    atheris.Setup([sys.argv[0], *LIMITS, *sys.argv[1:]], run)
+    atheris.Setup([sys.argv[0], *LIMITS, *sys.argv[1:]], run_case)
     atheris.Fuzz()
 
 

@@ -62,7 +62,7 @@ class TimeIsUpError(Exception):
 
 @dataclass
 class Page:
-    """What has been found, and until when there is time."""
+    """The measurements so far, and the time that is left."""
 
     out: Path
     end: float
@@ -152,8 +152,8 @@ def write_assistant(shape: Shape, out: Path) -> None:
     random_assistant(geometry).to(torch.bfloat16).save_pretrained(out)
 
 
-def peak(device: torch.device) -> str:
-    """The most memory that tensors took since this was last asked."""
+def read_peak_memory(device: torch.device) -> str:
+    """Return the most memory that tensors took since the last call."""
     if device.type != "cuda":
         return "–"
     most = torch.cuda.max_memory_allocated(device)
@@ -161,8 +161,8 @@ def peak(device: torch.device) -> str:
     return f"{most / 1e9:.2f} GB"
 
 
-def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
-    """K and trees, ours and transformers' in turn."""
+def measure_by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
+    """Measure K and trees, our loop and transformers' in turn."""
     prompt, alone = pair.prompt(SHORT), 0.0
     shapes: dict[str, int | DraftTree] = {**{str(k): k for k in CHAINS}, **TREES}
     for name, drafts in shapes.items():
@@ -180,17 +180,17 @@ def by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
         yield name, f"{draft:.2f}", f"{verify:.2f}", f"{draft + verify:.2f}", beside, f"{(draft + verify) / alone:.2f}"
 
 
-def by_context(pair: Pair, page: Page, rounds: int, lengths: Sequence[int]) -> Iterator[Row]:
-    """After prompts of these lengths."""
+def measure_by_context(pair: Pair, page: Page, rounds: int, lengths: Sequence[int]) -> Iterator[Row]:
+    """Measure after prompts of these lengths."""
     for length in lengths:
         page.require_time()
-        peak(pair.device)
+        read_peak_memory(pair.device)
         prompt = pair.prompt(length)
         pair.ours(prompt, CHAIN, CHAIN + 2)
         draft, verify, prefill = pair.ours(prompt, CHAIN, rounds)
         alone = pair.ours(prompt, 0, rounds)[1]
         numbers = (f"{ms:.2f}" for ms in (prefill, draft, verify, alone))
-        yield str(length), *numbers, f"{(draft + verify) / alone:.2f}", peak(pair.device)
+        yield str(length), *numbers, f"{(draft + verify) / alone:.2f}", read_peak_memory(pair.device)
 
 
 class _StepTimes(Reporter):
@@ -204,32 +204,32 @@ class _StepTimes(Reporter):
             self._ends.append(time.monotonic())
 
 
-def tuning(page: Page, root: Path, drafter: Path, device: str) -> Iterator[Row]:
-    """Steps a second of a tuning, from the end of its first to the end of its last."""
+def measure_tuning(page: Page, root: Path, drafter: Path, device: str) -> Iterator[Row]:
+    """Measure the steps per second of a tuning, from the end of its first to the end of its last."""
     for mode in ("norms", "float"):
         page.require_time(_TUNING_S)
         times: list[float] = []
         gc.collect()
-        peak(torch.device(device))
+        read_peak_memory(torch.device(device))
         settings: dict[str, Any] = {"prompts": root / "texts.jsonl", "new_tokens": 64, "steps": _TUNED_STEPS}
         settings |= {"mode": mode, "device": device, "force": True}
         plan = TuningPlan(drafter, str(root / "base"), root / f"tuned-{mode}", root / "work", **settings)
 
         run_tuning(plan, _StepTimes(times))
         a_second = (len(times) - 1) / (times[-1] - times[0])
-        yield mode, f"{a_second:.2f}", str(plan.batch), str(plan.draft_steps), peak(torch.device(device))
+        yield mode, f"{a_second:.2f}", str(plan.batch), str(plan.draft_steps), read_peak_memory(torch.device(device))
 
 
-def marked_tests(page: Page) -> Iterator[Row]:
-    """The tests that need a GPU."""
+def run_marked_tests(page: Page) -> Iterator[Row]:
+    """Run the tests that need a GPU."""
     page.require_time(_TESTS_S)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     yield str(done.returncode), (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
 
 
-def heading(shape: Shape, device: torch.device) -> str:
-    """What was measured on what."""
+def write_heading(shape: Shape, device: torch.device) -> str:
+    """Write the heading: what was measured on which device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
     return (
         f"# On a GPU\n\nMade by `python scripts/on_gpu.py --shape {shape.name}`: a pair of this geometry with random "
@@ -247,22 +247,24 @@ def measure(shape: Shape, device: str, out: Path, minutes: float, only: Sequence
     write_assistant(shape, drafter)
     start = time.monotonic()
     pair = Pair(root / "base", drafter, device)
-    page.parts.append(heading(shape, pair.device))
-    page.parts.append(f"\nBoth were loaded in {time.monotonic() - start:.1f} s; memory: {peak(pair.device)}.")
+    page.parts.append(write_heading(shape, pair.device))
+    page.parts.append(
+        f"\nBoth were loaded in {time.monotonic() - start:.1f} s; memory: {read_peak_memory(pair.device)}."
+    )
     rounds = 16 if pair.device.type == "cuda" else 4
     if "drafts" in only:
         header: Row = ("drafts", "drafting", "verifying", "a round", "transformers' round", "pays above a length of")
-        page.table("Drafts a round", header, by_drafts(pair, page, rounds))
+        page.table("Drafts a round", header, measure_by_drafts(pair, page, rounds))
     if "contexts" in only:
         lengths = [length for length in CONTEXTS if length + 64 <= shape.positions] or [4 * SHORT]
         header = ("tokens of the prompt", "prefill", "drafting", "verifying", "base alone", "round / base", "memory")
-        page.table(f"Contexts, {CHAIN} drafts", header, by_context(pair, page, rounds, lengths))
+        page.table(f"Contexts, {CHAIN} drafts", header, measure_by_context(pair, page, rounds, lengths))
     del pair
     if "tuning" in only:
         header = ("mode", "steps a second", "texts a step", "drafts", "memory")
-        page.table("Tuning", header, tuning(page, root, drafter, device))
+        page.table("Tuning", header, measure_tuning(page, root, drafter, device))
     if "tests" in only:
-        page.table("Tests that need a GPU", ("exit status", "what pytest says"), marked_tests(page))
+        page.table("Tests that need a GPU", ("exit status", "what pytest says"), run_marked_tests(page))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

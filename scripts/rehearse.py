@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
-from _rehearsal.commands import Command, commands
+from _rehearsal.commands import Command, list_commands
 from _rehearsal.measure import Measured, Running
 from _rehearsal.shapes import SHAPES, Shape
 
@@ -62,14 +62,14 @@ with loop_server(SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), 
 """
 
 
-def environment() -> dict[str, str]:
-    """That of the commands: they import what lies here, compiled once, as pip compiles what it installs."""
+def build_environment() -> dict[str, str]:
+    """Build the environment of the commands: they import this checkout, compiled once, as pip does."""
     paths = [ROOT, ROOT / "tests", ROOT / "scripts"]
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**inherited, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TERM": "dumb", "COLUMNS": "200"}
 
 
-def make(root: Path, shape: Shape) -> None:
+def make_inputs(root: Path, shape: Shape) -> None:
     """Base, bundle and prompts, unless they are there; in a process of its own, as this one's memory is measured too.
 
     Raises:
@@ -81,11 +81,11 @@ def make(root: Path, shape: Shape) -> None:
             raise SystemExit(f"{root}: holds another shape than {shape.name}; name another folder.")
         return
     shutil.rmtree(root / "base", ignore_errors=True)
-    subprocess.run([sys.executable, "-c", _MAKE, root, wanted], check=True, env=environment())
+    subprocess.run([sys.executable, "-c", _MAKE, root, wanted], check=True, env=build_environment())
     told.write_text(wanted)
 
 
-def run(command: Command, root: Path, device: str) -> dict[str, Measured]:
+def run_command(command: Command, root: Path, device: str) -> dict[str, Measured]:
     """Run it; its figures by name, and those of the server that it asks."""
     logs = root / "logs"
     logs.mkdir(exist_ok=True)
@@ -93,11 +93,11 @@ def run(command: Command, root: Path, device: str) -> dict[str, Measured]:
     if not command.served:
         return {
             command.name: Running(
-                [*line, *map(str, command.arguments)], logs / f"{command.name}.log", environment()
+                [*line, *map(str, command.arguments)], logs / f"{command.name}.log", build_environment()
             ).finished()
         }
     pair = [str(root / "base"), str(root / "out" / "extract-transformers")]
-    server = Running([sys.executable, "-c", _SERVE, *pair, device], logs / "serve.log", environment())
+    server = Running([sys.executable, "-c", _SERVE, *pair, device], logs / "serve.log", build_environment())
     try:
         end = time.monotonic() + _PATIENCE
         while not (address := re.search(r"^http://\S+$", server.output(), re.MULTILINE)):
@@ -105,14 +105,14 @@ def run(command: Command, root: Path, device: str) -> dict[str, Measured]:
                 raise SystemExit(f"the server does not listen: {server.output()[-400:]}")
             time.sleep(0.1)
         asked = [*line, address[0], *map(str, command.arguments)]
-        found = Running(asked, logs / f"{command.name}.log", environment()).finished()
+        found = Running(asked, logs / f"{command.name}.log", build_environment()).finished()
     finally:
         server.stop()
         served = server.finished()
     return {"serve": served, command.name: found}
 
 
-def allowed(kind: str, base: int, bundle: int, table: Path = BUDGETS) -> dict[str, float]:
+def compute_allowance(kind: str, base: int, bundle: int, table: Path = BUDGETS) -> dict[str, float]:
     """What a command of ``kind`` may take beside a base and a bundle of so many bytes: ``cpu_s``, and bytes of
     ``host``, ``device``, ``read`` and ``written``. A budget is a number, and shares of these bytes on top; of time,
     seconds, and seconds a gigabyte of the two.
@@ -129,26 +129,28 @@ def allowed(kind: str, base: int, bundle: int, table: Path = BUDGETS) -> dict[st
     return found
 
 
-def problems(command: Command, found: Measured, most: Mapping[str, float]) -> list[str]:
-    """How it ended otherwise than expected; or else what it took more of than it may."""
+def list_problems(command: Command, found: Measured, most: Mapping[str, float]) -> list[str]:
+    """List how a command ended otherwise than expected, or which budgets it exceeded."""
     wrong = []
     if found.status not in command.status:
         wrong.append(f"exit status {found.status}: {found.output.strip()[-600:]}")
     if re.search(command.says, found.output, re.MULTILINE) is None:
         wrong.append(f"nothing like {command.says!r} is printed: {found.output.strip()[-600:]}")
     taken = {what: getattr(found, what) for what in most}
-    over = [f"{w} {shown(w, taken[w])} of at most {shown(w, most[w])}" for w in most if taken[w] > most[w]]
+    over = [
+        f"{w} {format_figure(w, taken[w])} of at most {format_figure(w, most[w])}" for w in most if taken[w] > most[w]
+    ]
     return wrong or over
 
 
-def shown(what: str, number: float) -> str:
-    """A figure for people."""
+def format_figure(what: str, number: float) -> str:
+    """Format a figure for people."""
     return f"{number:.1f} s" if what.endswith("_s") else f"{number / 1e6:,.0f} MB"
 
 
 def rehearse(root: Path, shape: Shape, device: str, only: Sequence[str]) -> int:
     """Run what ``only`` names, print the table, write it down; how many commands failed."""
-    make(root, shape)
+    make_inputs(root, shape)
     (root / "out").mkdir(exist_ok=True)
     base = sum(file.stat().st_size for file in (root / "base").iterdir())
     bundle = (root / "bundle.litertlm").stat().st_size
@@ -156,23 +158,23 @@ def rehearse(root: Path, shape: Shape, device: str, only: Sequence[str]) -> int:
     print(f"| command | exit | {' | '.join(COLUMNS)} | |\n| --- | --- |{' --- |' * (len(COLUMNS) + 1)}", flush=True)
     failed = 0
     kept: dict[str, dict[str, float | str]] = {}
-    for command in commands(root, shape, device):
+    for command in list_commands(root, shape, device):
         if not any(fnmatchcase(command.name, pattern) for pattern in only):
             continue
-        clear(command)
-        for name, found in run(command, root, device).items():
+        clear_outputs(command)
+        for name, found in run_command(command, root, device).items():
             own = command if name == command.name else Command(name, (), "^http")
-            wrong = "; ".join(problems(own, found, allowed(own.kind, base, bundle)))
+            wrong = "; ".join(list_problems(own, found, compute_allowance(own.kind, base, bundle)))
             failed += bool(wrong)
             figures = {what: getattr(found, what) for what in COLUMNS}
             kept[name] = figures | {"exit": found.status, "wrong": wrong}
-            cells = " | ".join(shown(what, number) for what, number in figures.items())
+            cells = " | ".join(format_figure(what, number) for what, number in figures.items())
             print(f"| {name} | {found.status} | {cells} | {wrong or 'ok'} |", flush=True)
     (root / "figures.json").write_text(json.dumps(kept, indent=1))
     return failed
 
 
-def clear(command: Command) -> None:
+def clear_outputs(command: Command) -> None:
     """Remove what an earlier run of it wrote, but for the text that a base wrote for its tunings."""
     for option, given in pairwise(command.arguments):
         found = [Path(given)] if option in ("-o", "--report") else []

@@ -58,8 +58,8 @@ engine loads it. Every operator and constant of the bundle's graph is read; if w
 the same, you get nothing."""
 
 
-def address_of(text: str) -> str:
-    """The ``hf://`` address that ``text`` means: an id, or a URL of the Hub's site. Nothing else is opened here.
+def find_hub_address(text: str) -> str:
+    """Return the ``hf://`` address of an id or of a URL of the Hub's site; nothing else is opened here.
 
     Raises:
         SourceError: it is something else, such as a path or another site.
@@ -87,7 +87,9 @@ class PageReporter(Reporter):
         )
 
 
-def written(address: str, choice: str, folder: Path, token: str | None, reporter: Reporter) -> ExtractionResult:
+def extract_to_folder(
+    address: str, choice: str, folder: Path, token: str | None, reporter: Reporter
+) -> ExtractionResult:
     """Extract the drafter of ``address`` into ``folder``, for the engine or format ``choice``.
 
     Raises:
@@ -108,8 +110,8 @@ def written(address: str, choice: str, folder: Path, token: str | None, reporter
         )
 
 
-def bundle_in_words(found: Mapping[str, Any]) -> str:
-    """Markdown of an inspection: the drafter, and what lies beside it."""
+def describe_bundle(found: Mapping[str, Any]) -> str:
+    """Describe an inspection in Markdown: the drafter, and the sections beside it."""
     known = f", {plain(found['known_bundle'])}" if found["known_bundle"] else ""
     said = [f"**{plain(Path(found['name']).name)}**, {format_size(found['size'])}{known}"]
     drafter = found["drafter"]
@@ -129,13 +131,13 @@ def bundle_in_words(found: Mapping[str, Any]) -> str:
     return "\n\n".join([*said, "\n".join(lines)])
 
 
-def refused(error: MtpExtractError) -> str:
-    """The library's one line, as it stands."""
+def format_refusal(error: MtpExtractError) -> str:
+    """Format the library's message, which is one line."""
     return f'<div class="refused" role="alert">{html.escape(str(error))}</div>'
 
 
-def done(made: ExtractionResult, seconds: float) -> str:
-    """What was written, that it was proven, and what to know of it."""
+def describe_result(made: ExtractionResult, seconds: float) -> str:
+    """Describe what was written and its proof, with the notes."""
     layout, total = made.record["layout"], format_size(sum(made.files.values()))
     before = " before rounding" if is_rounded(made.record) else ""
     said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.</p>
@@ -148,14 +150,16 @@ def look(
     token: gr.OAuthToken | None,
     progress: gr.Progress = gr.Progress(),  # noqa: B008 - as Gradio wants it
 ) -> tuple[str, gr.Accordion, str]:
-    """What the bundle holds, or why that cannot be said."""
+    """Show what the bundle holds, or why it cannot be read."""
     try:
         reporter = PageReporter(progress, "Reading its header")
-        with mtp_extract.open(address_of(source), token=(token and token.token) or False, reporter=reporter) as bundle:
+        with mtp_extract.open(
+            find_hub_address(source), token=(token and token.token) or False, reporter=reporter
+        ) as bundle:
             found = inspect(bundle).report
     except MtpExtractError as error:
-        return "", gr.Accordion(visible=False), refused(error)
-    return bundle_in_words(found), gr.Accordion(visible=True, open=True), ""
+        return "", gr.Accordion(visible=False), format_refusal(error)
+    return describe_bundle(found), gr.Accordion(visible=True, open=True), ""
 
 
 def extract(
@@ -171,16 +175,16 @@ def extract(
     folder, began = tempfile.mkdtemp(prefix="mtp-space-"), time.monotonic()
     try:
         reporter = PageReporter(progress, "Fetching and writing")
-        made = written(address_of(source), choice, Path(folder), token and token.token, reporter)
+        made = extract_to_folder(find_hub_address(source), choice, Path(folder), token and token.token, reporter)
     except MtpExtractError as error:
         remove(folder)
         gone = gr.Accordion(visible=False)
-        return None, refused(error), gr.Files([], visible=False), gone, "", gone, "", ""
+        return None, format_refusal(error), gr.Files([], visible=False), gone, "", gone, "", ""
     place, shown = made.directory, gr.Accordion(visible=True)
     files = gr.Files([str(place / name) for name in made.files], visible=True)
     card = (place / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1]
     publishing, name = gr.Accordion(visible=profile is not None), f"{profile.username}/{place.name}" if profile else ""
-    return str(place), done(made, time.monotonic() - began), files, shown, card, publishing, name, ""
+    return str(place), describe_result(made, time.monotonic() - began), files, shown, card, publishing, name, ""
 
 
 def remove(kept: str | None) -> None:
@@ -199,13 +203,13 @@ def publish(name: str, private: bool, kept: str | None, token: gr.OAuthToken | N
             raise MtpExtractError(f"The files are gone: {LIMITS} Extract again.")
         sent = mtp_extract.upload(kept, name.strip(), private=private, token=token.token)
     except MtpExtractError as error:
-        return refused(error)
+        return format_refusal(error)
     url = html.escape(sent.url)
     said = f'{len(sent.sent)} files sent, and what arrived matches by hash: <a href="{url}">{url}</a>'
     return f'<div class="done">{said}</div>'
 
 
-def page() -> gr.Blocks:
+def build_page() -> gr.Blocks:
     """The page, with a login where there is one: in a Space, or where ``hf auth login`` was called."""
     can_login = get_space() is not None or get_token() is not None
     with gr.Blocks(title="MTP drafter extractor", analytics_enabled=False, delete_cache=(60, KEPT)) as blocks:
@@ -249,7 +253,7 @@ def main() -> None:
     # Fonts of the machine: the page asks no other site for anything.
     theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
     theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_400")
-    page().launch(theme=theme, css=STYLE, footer_links=["gradio"], run_history=False, ssr_mode=False)
+    build_page().launch(theme=theme, css=STYLE, footer_links=["gradio"], run_history=False, ssr_mode=False)
 
 
 if __name__ == "__main__":

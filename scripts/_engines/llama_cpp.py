@@ -22,8 +22,8 @@ _GREEDY = {"temperature": 0, "top_k": 1, "cache_prompt": False}
 _SECONDS_TO_START = 120
 
 
-def answer(server: Path, base: Path, drafter: Path | None, prompt: str, tokens: int) -> dict[str, Any]:
-    """What it answers to ``prompt``.
+def ask_llama(server: Path, base: Path, drafter: Path | None, prompt: str, tokens: int) -> dict[str, Any]:
+    """Ask the server for its answer to ``prompt``.
 
     Raises:
         RuntimeError: it ended before it was ready; with the first error that it told.
@@ -41,7 +41,7 @@ def answer(server: Path, base: Path, drafter: Path | None, prompt: str, tokens: 
             for _ in range(_SECONDS_TO_START * 10):
                 if running.poll() is not None:
                     log.seek(0)
-                    raise RuntimeError(reason(log.read()))
+                    raise RuntimeError(find_reason(log.read()))
                 try:
                     urllib.request.urlopen(f"{address}/health").close()
                     break
@@ -55,18 +55,18 @@ def answer(server: Path, base: Path, drafter: Path | None, prompt: str, tokens: 
             running.wait()
 
 
-def timings(told: Mapping[str, Any]) -> tuple[int, int]:
-    """(drafted, accepted) of an answer; nothing drafted is not said there."""
+def read_draft_counts(told: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (drafted, accepted) of an answer, which leaves both out if nothing was drafted."""
     return int(told["timings"].get("draft_n", 0)), int(told["timings"].get("draft_n_accepted", 0))
 
 
-def version(printed: str) -> str:
-    """What ``llama-server --version`` says, in short: the commit that was built."""
+def shorten_version(printed: str) -> str:
+    """Cut what ``llama-server --version`` prints to the commit that was built."""
     found = re.search(r"version: (\S+).*?(?:commit |\()([0-9a-f]{7,})\)", printed)
     return f"{found[1]} {found[2]}" if found else printed.strip()
 
 
-def reason(log: str) -> str:
-    """Of what a server said before it ended, the first error that is one, or the last line."""
+def find_reason(log: str) -> str:
+    """Return the first error in a server's log, or its last line."""
     errors = [line for line in log.splitlines() if " E " in line and "this warning is normal" not in line]
     return errors[0].partition(" E ")[2].strip() if errors else log.strip().rpartition("\n")[2]

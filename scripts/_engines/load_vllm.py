@@ -68,12 +68,12 @@ def check(base: str, directory: str, asked: str, answered: str) -> dict[str, Any
         if unfilled:
             raise ValueError(f"not filled from the directory: {', '.join(unfilled)}")
         process_weights_after_loading(model, wanted, torch.device("cpu"))
-        np.savez(answered, **_answer(model, config, np.load(asked)))
+        np.savez(answered, **_ask(model, config, np.load(asked)))
     return {"version": vllm.__version__, "note": f"{type(model).__name__}, {len(parameters)} parameters filled"}
 
 
 @torch.inference_mode()
-def _answer(model: Any, config: Any, asked: Any) -> dict[str, Any]:
+def _ask(model: Any, config: Any, asked: Any) -> dict[str, Any]:
     Attention.forward = _attend
     table, tokens, states = (torch.from_numpy(asked[name]) for name in ("table", "tokens", "states"))
     model.model.embed_tokens.weight.data.copy_(table)

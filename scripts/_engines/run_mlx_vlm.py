@@ -23,8 +23,8 @@ BLOCK = 4
 """The token at hand and 3 drafts."""
 
 
-def readable(base: Path, made: Path) -> Path:
-    """The base, as mlx-vlm 0.7.10 reads one: head dims by name, an index, and something to see with."""
+def write_readable_base(base: Path, made: Path) -> Path:
+    """Write the base as mlx-vlm 0.7.10 reads one: head dims by name, an index, and a vision tower."""
     shutil.copytree(base, made)
     config = json.loads((base / "config.json").read_text())
     text = config["text_config"]
@@ -40,7 +40,7 @@ def check(base: str, directory: str, prompt: str, tokens: int, block: int = BLOC
     """Greedy text with and without the drafter, and how many of its drafts were accepted."""
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as folder:
-        model, processor = mlx_vlm.load(str(readable(Path(base), Path(folder) / "base")), strict=False)
+        model, processor = mlx_vlm.load(str(write_readable_base(Path(base), Path(folder) / "base")), strict=False)
     # An MTP drafter or an EAGLE-3 head, as its config says.
     drafter, kind = load_drafter(directory)
     options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0}

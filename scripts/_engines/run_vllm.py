@@ -65,8 +65,8 @@ class AsFloats(MPLinearKernel):
         return torch.nn.functional.linear(x, layer.floats.to(x.dtype), bias)
 
 
-def dtype_of(directory: str) -> str:
-    """The type of the drafter's floats, as vLLM calls it."""
+def read_dtype(directory: str) -> str:
+    """Read the type of the drafter's floats, by vLLM's name for it."""
     with (Path(directory) / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     types = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
@@ -74,7 +74,7 @@ def dtype_of(directory: str) -> str:
 
 
 def generate(base: str, directory: str, dtype: str, prompt: str, tokens: int) -> tuple[list[int], dict[str, Any]]:
-    """Greedy tokens with the drafter, or without where ``directory`` is empty; and vLLM's counters."""
+    """Generate greedy tokens with the drafter, or without if ``directory`` is empty; also return vLLM's counters."""
     linear._POSSIBLE_KERNELS[current_platform._enum].insert(0, AsFloats)
     drafting = {"method": "mtp", "model": directory, "num_speculative_tokens": DRAFTS}
     # Without torchvision the base has to be called a text model.
@@ -97,7 +97,7 @@ def generate(base: str, directory: str, dtype: str, prompt: str, tokens: int) ->
 
 def check(base: str, directory: str, prompt: str, tokens: int) -> dict[str, Any]:
     """Greedy text with and without the drafter, and how many of its drafts were accepted."""
-    dtype = dtype_of(directory)
+    dtype = read_dtype(directory)
     # One engine a process: what the first one holds is not given back.
     command = [sys.executable, __file__, base, "", prompt, str(tokens), dtype]
     alone = subprocess.run(command, capture_output=True, text=True, check=True)

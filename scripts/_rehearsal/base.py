@@ -36,15 +36,15 @@ CHAT_TEMPLATE = (
 def write_base(shape: Shape, out: Path) -> None:
     """Write a base of ``shape`` into the new directory ``out``; the same shape gives the same bytes."""
     out.mkdir(parents=True)
-    (out / "config.json").write_text(json.dumps(base_config(shape), indent=2))
+    (out / "config.json").write_text(json.dumps(build_config(shape), indent=2))
     generation = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "_from_model_config": True}
     (out / "generation_config.json").write_text(json.dumps(generation))
     _write_weights(shape, out)
     write_tokenizer(shape.vocab, out)
 
 
-def base_config(shape: Shape) -> dict[str, Any]:
-    """``config.json`` of the base."""
+def build_config(shape: Shape) -> dict[str, Any]:
+    """Build the base's ``config.json``."""
     text = {
         "model_type": "gemma4_text",
         "vocab_size": shape.vocab,
@@ -120,12 +120,12 @@ def _write_shard(file: BinaryIO, tensors: Sequence[Weight], generator: np.random
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for tensor in tensors:
-        for rows in _drawn(tensor, generator):
+        for rows in _draw_numbers(tensor, generator):
             file.write(rows.data)
 
 
-def _drawn(weight: Weight, generator: np.random.Generator) -> Iterator[npt.NDArray[np.generic]]:
-    """Its numbers in BF16, some rows at a time."""
+def _draw_numbers(weight: Weight, generator: np.random.Generator) -> Iterator[npt.NDArray[np.generic]]:
+    """Draw the numbers of a weight in BF16, some rows at a time."""
     narrow = DTYPES["bf16"].narrow
     if not weight.deviation:
         values = weight.level * generator.uniform(0.8, 1.2, weight.shape)

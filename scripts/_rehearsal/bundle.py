@@ -12,8 +12,8 @@ import numpy as np
 from helpers.make_bundle import ALIGNMENT, Part, bundle
 from helpers.make_graph import Model
 
-from .decoder import decoder, embedder, per_layer_embedder
-from .drafter import drafter
+from .decoder import build_decoder, build_embedder, build_per_layer_embedder
+from .drafter import build_drafter
 from .shapes import Shape
 
 _TFLITE, _TOKENIZER, _METADATA, _WEIGHTS = 3, 4, 5, 7
@@ -24,11 +24,11 @@ def write_bundle(shape: Shape, out: Path) -> None:
     """Write the bundle of ``shape``; the same shape gives the same bytes."""
     random = np.random.default_rng(1)
     models: list[tuple[str, Model | None]] = [
-        ("embedder", embedder(shape)),
-        ("per_layer_embedder", per_layer_embedder(shape)),
+        ("embedder", build_embedder(shape)),
+        ("per_layer_embedder", build_per_layer_embedder(shape)),
         *((kind, None) for kind in _OPAQUE),
-        ("prefill_decode", decoder(shape)),
-        ("mtp_drafter", drafter(shape)),
+        ("prefill_decode", build_decoder(shape)),
+        ("mtp_drafter", build_drafter(shape)),
     ]
     # A part is what lies in the flatbuffer; its constants follow it, or are a section of their own.
     parts = [Part(_METADATA, random.bytes(12_000)), Part(_TOKENIZER, random.bytes(shape.opaque // 10))]

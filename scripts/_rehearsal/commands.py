@@ -45,7 +45,7 @@ class Command:
 
 
 def write_prompts(root: Path) -> None:
-    """The prompts of validations, and those of tunings: as few as these take."""
+    """Write the prompts of validations, and the fewest that tunings take."""
     from mtp_extract.tuning.corpus import split_of
 
     topics = {"chat": ("Name three rivers.", "Why is it dark at night?"), "code": ("def main():", "for line in lines:")}
@@ -61,8 +61,8 @@ def write_prompts(root: Path) -> None:
     (root / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def commands(root: Path, shape: Shape, device: str) -> Iterator[Command]:
-    """All of them."""
+def list_commands(root: Path, shape: Shape, device: str) -> Iterator[Command]:
+    """List all commands that are rehearsed."""
     base, bundle, out, prompts = root / "base", root / "bundle.litertlm", root / "out", root / "prompts.jsonl"
     drafter, new = out / "extract-transformers", out / "base.litertlm"
     yield Command("inspect", (bundle, "--graph"), r"48 roles")

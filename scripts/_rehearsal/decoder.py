@@ -17,42 +17,42 @@ VERIFY = 5
 """Tokens of the signature that verifies drafts."""
 
 
-def embedder(shape: Shape) -> Model:
-    """Tokens → embeddings, times the root of their width."""
+def build_embedder(shape: Shape) -> Model:
+    """Build the embedder: tokens → embeddings, times the root of their width."""
     model = Model()
     graph = model.graph("embedder")
-    found = _lookup(graph, _tokens(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
+    found = _look_up(graph, _add_tokens_input(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
     graph.outputs["embeddings"] = graph.times(found, shape.width**0.5)
     graph.sign("embedder")
     return model
 
 
-def per_layer_embedder(shape: Shape) -> Model:
-    """Tokens → embeddings of every layer, from a table a layer."""
+def build_per_layer_embedder(shape: Shape) -> Model:
+    """Build the per-layer embedder: tokens → embeddings of every layer, from one table per layer."""
     model = Model()
     graph = model.graph("per_layer_embedder")
-    tokens = _tokens(graph)
+    tokens = _add_tokens_input(graph)
     rows = []
     for layer in range(shape.layers):
-        found = _lookup(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
+        found = _look_up(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
         rows.append(graph.times(graph.reshape(found, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
     graph.outputs["embeddings"] = graph.joined(rows, 2)
     graph.sign("per_layer_embedder")
     return model
 
 
-def _tokens(graph: Graph) -> int:
+def _add_tokens_input(graph: Graph) -> int:
     flat = graph.op("RESHAPE", [graph.input("token_ids", [1, 1], "i32"), graph.constant([1], "i32")], [1], kind="i32")
     return graph.op("MAXIMUM", [flat, graph.constant([0], "i32")], [1], kind="i32")
 
 
-def _lookup(graph: Graph, tokens: int, key: str, rows: int, width: int, bits: int) -> int:
+def _look_up(graph: Graph, tokens: int, key: str, rows: int, width: int, bits: int) -> int:
     found = graph.op("EMBEDDING_LOOKUP", [tokens, graph.matrix(key, rows, width, bits)], [1, width])
     return graph.reshape(found, [1, 1, width])
 
 
-def decoder(shape: Shape) -> Model:
-    """The decoder, its constants in a section of weights."""
+def build_decoder(shape: Shape) -> Model:
+    """Build the decoder, with its constants in a section of weights."""
     model = Model(external=True)
     for length in shape.prefills:
         _Signature(shape, model.graph(f"prefill_{length}"), length).prefill()
@@ -61,8 +61,8 @@ def decoder(shape: Shape) -> Model:
     return model
 
 
-def attended(graph: Graph, query: int, key: int, value: int, mask: int) -> int:
-    """Attention of ``query [1, T, heads, D]`` over caches ``[1, kv, C, D]``: ``[1, T, heads · D]``."""
+def attend(graph: Graph, query: int, key: int, value: int, mask: int) -> int:
+    """Add attention of ``query [1, T, heads, D]`` over caches ``[1, kv, C, D]``; returns ``[1, T, heads · D]``."""
     _, tokens, heads, head = graph.shape(query)
     _, kv_heads, slots, _ = graph.shape(key)
     grouped = [1, kv_heads, heads // kv_heads * tokens, head]
@@ -137,7 +137,7 @@ class _Signature:
         kind = shape.types[layer]
         query = graph.norm(self._heads(layer, normed, f"{layer}.q", shape.heads), f"{layer}.qn")
         query = rotated(graph, query, self.position, *ROPE[kind])
-        mixed = attended(graph, query, *self.caches[shape.cache_of(layer)], self.mask)
+        mixed = attend(graph, query, *self.caches[shape.cache_of(layer)], self.mask)
         mixed = graph.linear(mixed, f"{layer}.o", shape.width, 4)
         stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
         bits = shape.shared_ffn_bits if layer >= shape.owners else 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from helpers.make_graph import Model, fed_forward, rotated, windowed
 
-from .decoder import attended
+from .decoder import attend
 from .shapes import FULL, ROPE, SLIDING, Shape
 
 TYPES = (SLIDING, SLIDING, SLIDING, FULL)
@@ -16,8 +16,8 @@ STEPS = {(SLIDING, "k"): 0.005955, (SLIDING, "v"): 0.047244, (FULL, "k"): 0.0010
 """What a code of a cache is worth."""
 
 
-def drafter(shape: Shape) -> Model:
-    """The model of the section ``mtp_drafter``; its constants lie behind the flatbuffer."""
+def build_drafter(shape: Shape) -> Model:
+    """Build the model of the section ``mtp_drafter``, with its constants behind the flatbuffer."""
     model = Model()
     graph = model.graph("mtp_drafter")
     activations = graph.input("activations", [1, 1, 2 * shape.width])
@@ -42,7 +42,7 @@ def drafter(shape: Shape) -> Model:
         query = graph.norm(graph.reshape(query, [1, 1, shape.drafter_heads, head]), f"{layer}.qn")
         query = rotated(graph, query, position, *ROPE[kind])
         key, value = (graph.op("DEQUANTIZE", [cache], graph.shape(cache)) for cache in caches[kind])
-        mixed = attended(graph, query, key, value, mask if kind == FULL else near)
+        mixed = attend(graph, query, key, value, mask if kind == FULL else near)
         mixed = graph.linear(mixed, f"{layer}.o", shape.drafter_width, 8)
         stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
         stream = graph.times(fed_forward(graph, stream, f"{layer}.", shape.drafter_ffn, 4), 0.4 + 0.1 * layer)

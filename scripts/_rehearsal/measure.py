@@ -40,7 +40,7 @@ class Running:
     """A process that is measured from its start to :meth:`finished`."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self._before, self._log, self._done = _device_memory(), log, threading.Event()
+        self._before, self._log, self._done = _measure_device_memory(), log, threading.Event()
         self._host = self._private = self._device = 0
         with log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(environment))
@@ -64,7 +64,7 @@ class Running:
         """Wait for its end."""
         pid = self._process.pid
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        wall, moved = time.monotonic() - self._start, _numbers(Path(f"/proc/{pid}/io"))
+        wall, moved = time.monotonic() - self._start, _read_numbers(Path(f"/proc/{pid}/io"))
         self._done.set()
         self._sampling.join()
         _, ended, usage = os.wait4(pid, 0)
@@ -74,22 +74,22 @@ class Running:
 
     def _sample(self) -> None:
         while not self._done.wait(_EVERY):
-            found = _numbers(Path(f"/proc/{self._process.pid}/status"))
+            found = _read_numbers(Path(f"/proc/{self._process.pid}/status"))
             self._host = max(self._host, found.get("VmHWM", 0) << 10)
             self._private = max(self._private, (found.get("RssAnon", 0) + found.get("RssShmem", 0)) << 10)
             if self._before is not None:
-                self._device = max(self._device, (_device_memory() or 0) - self._before)
+                self._device = max(self._device, (_measure_device_memory() or 0) - self._before)
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The lines ``name: number …``; none of a process that has ended meanwhile."""
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Read the lines ``name: number …``; none if the process has ended meanwhile."""
     with suppress(OSError):
         return {name: int(number) for name, number in re.findall(r"^(\w+):\s*(\d+)", path.read_text(), re.MULTILINE)}
     return {}
 
 
-def _device_memory() -> int | None:
-    """Bytes in use on all GPUs; None where there is none."""
+def _measure_device_memory() -> int | None:
+    """Return the bytes in use on all GPUs; None without a GPU."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

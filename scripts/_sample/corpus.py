@@ -33,7 +33,7 @@ GROUP = 8
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "encodings"})
 
 
-def standard_library_files(limit_bytes: int) -> list[Path]:
+def list_standard_library_files(limit_bytes: int) -> list[Path]:
     """Python sources of the running interpreter, in path order, up to ``limit_bytes`` in all."""
     root = Path(sysconfig.get_paths()["stdlib"])
     chosen: list[Path] = []
@@ -79,7 +79,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return fast
 
 
-def mixture(texts: Sequence[str], characters: int, draw: random.Random) -> list[str]:
+def mix_texts(texts: Sequence[str], characters: int, draw: random.Random) -> list[str]:
     """Text to train the tokenizer on: about half of it Python source, the rest tasks of every kind."""
     chosen, total = [], 0
     lines = [text.splitlines() for text in texts]
@@ -111,7 +111,7 @@ def encode_task(tokenizer: PreTrainedTokenizerFast, task: Task) -> Document:
     )
 
 
-def drill(tokenizer: PreTrainedTokenizerFast, draw: random.Random) -> Document:
+def draw_drill(tokenizer: PreTrainedTokenizerFast, draw: random.Random) -> Document:
     """Letters in any order, twice: what teaches to copy in a few hundred steps, and hardly anything else does."""
     letters = "".join(draw.sample(LETTERS, draw.randint(14, len(LETTERS))))
     ids = tokenizer(letters, add_special_tokens=False)["input_ids"]
@@ -124,7 +124,7 @@ def encode_source(tokenizer: PreTrainedTokenizerFast, text: str, length: int) ->
     return Document((BOS, *ids), (1.0,) * (len(ids) + 1))
 
 
-def documents(
+def draw_documents(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], count: int, length: int, draw: random.Random
 ) -> list[Document]:
     """``count`` documents of at most ``length`` tokens, of every kind as many, Python source among them."""
@@ -143,7 +143,9 @@ def documents(
     return made
 
 
-def batches(documents: Sequence[Document], count: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def draw_batches(
+    documents: Sequence[Document], count: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Without end, ``count`` documents of similar length: ids and weights ``[count, longest]``, padded behind."""
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()

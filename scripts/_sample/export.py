@@ -41,8 +41,8 @@ _SLIDING_MASKED = -1e4
 AttentionInterface.register(_TRANSPOSED, transposed_attention)
 
 
-def exportable(trained: Any) -> Any:
-    """A copy of a base or drafter with norms as composites and LiteRT's attention."""
+def make_exportable(trained: Any) -> Any:
+    """Copy a base or drafter, with norms as composites and LiteRT's attention."""
     config = type(trained.config).from_dict(trained.config.to_dict())
     config._attn_implementation = config.get_text_config()._attn_implementation = _TRANSPOSED
     with gemma4_litert_patch():
@@ -179,8 +179,8 @@ class Embedder(nn.Module):
         return {"embeddings": self.language_model.embed_tokens(torch.clamp(token_ids, min=0))}
 
 
-def caches_of(model: Gemma4ForConditionalGeneration) -> dict[str, Tensor]:
-    """Empty caches by signature name."""
+def make_caches(model: Gemma4ForConditionalGeneration) -> dict[str, Tensor]:
+    """Make empty caches, by the name of the signature's input."""
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(model.model.language_model.layers):
         attention = layer.self_attn
@@ -200,14 +200,14 @@ def export(signatures: Mapping[str, tuple[nn.Module, Mapping[str, Tensor]]], pat
 
 
 def export_base(model: Gemma4ForConditionalGeneration, folder: Path) -> dict[str, Path]:
-    """Writes the float sections of an :func:`exportable` base; their paths by model type."""
+    """Writes the float sections of an :func:`make_exportable` base; their paths by model type."""
     paths = {kind: folder / f"{kind}.float.tflite" for kind in ("prefill_decode", "embedder", "per_layer_embedder")}
     prefill, decode = BaseStep(model, with_logits=False), BaseStep(model, with_logits=True)
     steps = {f"prefill_{PREFILL}": (prefill, PREFILL), "decode": (decode, 1), "verify": (decode, VERIFY)}
-    caches, ids = caches_of(model), {"token_ids": torch.zeros(1, 1, dtype=torch.int32)}
+    caches, ids = make_caches(model), {"token_ids": torch.zeros(1, 1, dtype=torch.int32)}
     export(
         {
-            name: (module, fed(model, torch.zeros(1, count, dtype=torch.long), 0, caches))
+            name: (module, feed_base(model, torch.zeros(1, count, dtype=torch.long), 0, caches))
             for name, (module, count) in steps.items()
         },
         paths["prefill_decode"],
@@ -217,16 +217,16 @@ def export_base(model: Gemma4ForConditionalGeneration, folder: Path) -> dict[str
     return paths
 
 
-def as_arrays(tensors: Mapping[str, Tensor]) -> Inputs:
-    """The tensors as NumPy arrays."""
+def convert_to_arrays(tensors: Mapping[str, Tensor]) -> Inputs:
+    """Convert the tensors to NumPy arrays."""
     return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
-def fed(
+def feed_base(
     model: Gemma4ForConditionalGeneration, ids: Tensor, first: int, caches: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Inputs of a :class:`BaseStep` over token ids ``[1, T]`` at positions ``first`` and on."""
+    """Make the inputs of a :class:`BaseStep` over token ids ``[1, T]`` at positions from ``first``."""
     language = model.model.language_model
     positions = torch.arange(first, first + ids.shape[1], dtype=torch.int32)
     visible = torch.arange(CACHE)[None] <= positions[:, None]
@@ -239,32 +239,32 @@ def fed(
     }
 
 
-def _text(tokens: Tensor, start: int, length: int) -> Tensor:
+def _cut_text(tokens: Tensor, start: int, length: int) -> Tensor:
     ids = tokens[start : start + length][None].clone()
     ids[0, 0] = corpus.BOS
     return ids
 
 
 @torch.no_grad()
-def base_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
-    """Inputs of a ``count``-token step of an :func:`exportable` base after no, some and many tokens."""
+def make_base_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
+    """Inputs of a ``count``-token step of an :func:`make_exportable` base after no, some and many tokens."""
     step, found = BaseStep(model, with_logits=False), []
     for start, history in ((0, 0), (300, 21), (900, 96)):
-        ids, caches = _text(tokens, start, history + count), caches_of(model)
+        ids, caches = _cut_text(tokens, start, history + count), make_caches(model)
         if history:
-            caches = step(**fed(model, ids[:, :history], 0, caches))
-        found.append(fed(model, ids[:, history:], history, caches))
+            caches = step(**feed_base(model, ids[:, :history], 0, caches))
+        found.append(feed_base(model, ids[:, history:], history, caches))
     return found
 
 
 @torch.no_grad()
-def drafter_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
-    """Inputs of a draft step after ``count`` texts of different lengths, by an :func:`exportable` base."""
+def make_drafter_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
+    """Inputs of a draft step after ``count`` texts of different lengths, by an :func:`make_exportable` base."""
     step, found = BaseStep(model, with_logits=True), []
     for index in range(count):
         position = 2 + (index * 37) % (CACHE - 8)
-        ids = _text(tokens, index * 1000, position + 1)
-        run = step(**fed(model, ids[:, :position], 0, caches_of(model)))
+        ids = _cut_text(tokens, index * 1000, position + 1)
+        run = step(**feed_base(model, ids[:, :position], 0, make_caches(model)))
         embedded = model.model.language_model.embed_tokens(ids[:, position:])
         inputs = {
             "activations": torch.cat([embedded, run["activations"][:, -1:]], dim=-1),

@@ -63,7 +63,7 @@ _MODEL_TYPES = {
 }
 
 
-def published(name: str) -> tuple[str, str] | None:
+def name_published(name: str) -> tuple[str, str] | None:
     """What the constant of the weight that transformers calls ``name`` is called, and the result of the operator that
     reads it; None where it has no name, as the layer scalars.
     """
@@ -97,7 +97,7 @@ def publish(path: Path, weights: Inputs) -> None:
             constants[index] = np.frombuffer(bytes(data), np.float32).reshape(tensor.shape)
     results = {}
     for name, weight in weights.items():
-        if (known := published(name)) is None:
+        if (known := name_published(name)) is None:
             continue
         found = [index for index, value in constants.items() if np.array_equal(value, weight)]
         if len(found) != 1:

@@ -22,7 +22,7 @@ DRAFT_STEPS = 3
 """Draft steps the drafter is trained for: one fewer than the ``verify`` signature takes."""
 
 
-def _text_config(**options: Any) -> Gemma4TextConfig:
+def _build_text_config(**options: Any) -> Gemma4TextConfig:
     sizes: dict[str, Any] = {"global_head_dim": 64, "vocab_size": VOCAB}
     return Gemma4TextConfig(
         **sizes,
@@ -43,9 +43,9 @@ def _text_config(**options: Any) -> Gemma4TextConfig:
     )
 
 
-def base_config() -> Gemma4Config:
+def build_base_config() -> Gemma4Config:
     """A six-layer text-only Gemma 4 whose last two layers share caches."""
-    text = _text_config(
+    text = _build_text_config(
         hidden_size=BACKBONE,
         layer_types=list(BASE_LAYERS),
         num_kv_shared_layers=2,
@@ -58,9 +58,9 @@ def base_config() -> Gemma4Config:
     return Gemma4Config(text_config=text, vision_config=None, audio_config=None, tie_word_embeddings=True)
 
 
-def drafter_config() -> Gemma4AssistantConfig:
+def build_drafter_config() -> Gemma4AssistantConfig:
     """A drafter half as wide as the base."""
-    text = _text_config(
+    text = _build_text_config(
         hidden_size=HIDDEN,
         layer_types=list(DRAFTER_LAYERS),
         num_kv_shared_layers=len(DRAFTER_LAYERS),

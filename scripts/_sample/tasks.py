@@ -33,20 +33,20 @@ class Task:
     answer: str
 
 
-def _numbered(lines: Sequence[str]) -> str:
+def _number_lines(lines: Sequence[str]) -> str:
     return "\n".join(f"{number} {line}" for number, line in enumerate(lines, 1))
 
 
 def number(draw: random.Random, code: Sequence[str]) -> Task:
     """Lines of names, copied with numbers before them."""
     lines = [" ".join(draw.sample(NAMES, 3)) for _ in range(draw.randint(4, 7))]
-    return Task("number", "\n".join(["number", *lines]), _numbered(lines))
+    return Task("number", "\n".join(["number", *lines]), _number_lines(lines))
 
 
 def code(draw: random.Random, code: Sequence[str]) -> Task:
     """Lines of Python, copied with numbers before them."""
-    lines = _excerpt(draw, code, draw.randint(40, 90))
-    return Task("code", "\n".join(["number", *lines]), _numbered(lines))
+    lines = _cut_excerpt(draw, code, draw.randint(40, 90))
+    return Task("code", "\n".join(["number", *lines]), _number_lines(lines))
 
 
 def recall(draw: random.Random, code: Sequence[str]) -> Task:
@@ -54,7 +54,7 @@ def recall(draw: random.Random, code: Sequence[str]) -> Task:
     keys = draw.sample(LETTERS, draw.randint(8, 14))
     entries = {key: "".join(draw.choices(DIGITS, k=2)) for key in keys}
     asked = draw.sample(keys, draw.randint(6, len(keys)))
-    insertion = _excerpt(draw, code, draw.randint(20, 60))
+    insertion = _cut_excerpt(draw, code, draw.randint(20, 60))
     prompt = ["recall", *(f"{key}{value}" for key, value in entries.items()), *insertion, "".join(asked)]
     return Task("recall", "\n".join(prompt), "\n".join(f"{key}{entries[key]}" for key in asked))
 
@@ -62,7 +62,7 @@ def recall(draw: random.Random, code: Sequence[str]) -> Task:
 def repeat(draw: random.Random, code: Sequence[str]) -> Task:
     """Letters, each at most once, and an insertion; the letters again."""
     letters = "".join(draw.sample(LETTERS, draw.randint(14, len(LETTERS))))
-    insertion = _excerpt(draw, code, draw.randint(20, 60)) if draw.random() < 0.5 else []
+    insertion = _cut_excerpt(draw, code, draw.randint(20, 60)) if draw.random() < 0.5 else []
     return Task("repeat", "\n".join(["repeat", letters, *insertion]), letters)
 
 
@@ -84,7 +84,7 @@ Kind = Callable[[random.Random, Sequence[str]], Task]
 KINDS: tuple[Kind, ...] = (repeat, number, code, recall, nest, count)
 
 
-def prompts(draw: random.Random, texts: Sequence[Sequence[str]], count: int) -> dict[str, list[str]]:
+def draw_prompts(draw: random.Random, texts: Sequence[Sequence[str]], count: int) -> dict[str, list[str]]:
     """``count`` questions of each kind, by its name.
 
     Args:
@@ -95,7 +95,7 @@ def prompts(draw: random.Random, texts: Sequence[Sequence[str]], count: int) -> 
     return {kind.__name__: [kind(draw, draw.choice(texts)).prompt for _ in range(count)] for kind in KINDS}
 
 
-def _excerpt(draw: random.Random, code: Sequence[str], characters: int) -> list[str]:
+def _cut_excerpt(draw: random.Random, code: Sequence[str], characters: int) -> list[str]:
     """Consecutive lines of ``code``, without their indentation, of about so many characters in all."""
     lines: list[str] = []
     at = draw.randrange(len(code))

@@ -17,7 +17,7 @@ from transformers import Gemma4AssistantForCausalLM, Gemma4ForConditionalGenerat
 
 from . import corpus
 from .corpus import Document
-from .shape import DRAFT_STEPS, FULL, HIDDEN, MASKED, SLIDING, SOFT_CAP, WINDOW, base_config, drafter_config
+from .shape import DRAFT_STEPS, FULL, HIDDEN, MASKED, SLIDING, SOFT_CAP, WINDOW, build_base_config, build_drafter_config
 
 LENGTH = 192
 """Most tokens of a document."""
@@ -64,7 +64,7 @@ def train_base(
     """Trains the base on next-token prediction: first of ``drills``, then of ``documents``."""
     # Seeded for base and drafter each: either can be trained alone.
     torch.manual_seed(seed)
-    generator, config = torch.Generator().manual_seed(seed), base_config()
+    generator, config = torch.Generator().manual_seed(seed), build_base_config()
     config._attn_implementation = "sdpa"
     model = Gemma4ForConditionalGeneration(config)
     with torch.no_grad():
@@ -74,12 +74,12 @@ def train_base(
 
     def loss_of(batch: Tensor, weights: Tensor, step: int) -> Tensor:
         hidden = model.model.language_model(input_ids=batch, use_cache=False).last_hidden_state
-        logits = _capped(model.lm_head(hidden))
+        logits = _cap_logits(model.lm_head(hidden))
         losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        return _weighted(losses, weights[:, 1:].flatten())
+        return _weigh_losses(losses, weights[:, 1:].flatten())
 
-    drilled = islice(corpus.batches(drills, _BATCH, generator), round(_DRILLED * steps))
-    _train("base", model, chain(drilled, corpus.batches(documents, _BATCH, generator)), steps, loss_of)
+    drilled = islice(corpus.draw_batches(drills, _BATCH, generator), round(_DRILLED * steps))
+    _train("base", model, chain(drilled, corpus.draw_batches(documents, _BATCH, generator)), steps, loss_of)
     return model
 
 
@@ -94,11 +94,11 @@ def _soften(layers: Iterable[nn.Module]) -> None:
                     parameter.fill_(starts[norm])
 
 
-def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
+def _weigh_losses(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum()
 
 
-def _capped(logits: Tensor) -> Tensor:
+def _cap_logits(logits: Tensor) -> Tensor:
     return torch.tanh(logits / SOFT_CAP) * SOFT_CAP
 
 
@@ -113,7 +113,7 @@ def train_drafter(
     much again, and join in the second half.
     """
     torch.manual_seed(seed)
-    generator, config = torch.Generator().manual_seed(seed), drafter_config()
+    generator, config = torch.Generator().manual_seed(seed), build_drafter_config()
     config._attn_implementation = "sdpa"
     model, language = Gemma4AssistantForCausalLM(config), base.model.language_model
     with torch.no_grad():
@@ -126,10 +126,10 @@ def train_drafter(
 
     def loss_of(batch: Tensor, weights: Tensor, step: int) -> Tensor:
         queries = batch.shape[1] - DRAFT_STEPS - 1
-        masks = _masks(queries, batch.shape[1])
+        masks = _make_masks(queries, batch.shape[1])
         with torch.no_grad():
             output = language(input_ids=batch, use_cache=False, return_shared_kv_states=True)
-            target = _capped(base.lm_head(output.last_hidden_state)).softmax(-1)
+            target = _cap_logits(base.lm_head(output.last_hidden_state)).softmax(-1)
             embedded = language.embed_tokens(batch)
             shared = {kind: tuple(state) for kind, state in output.shared_kv_states.items()}
         state, loss = output.last_hidden_state[:, :queries], torch.zeros(())
@@ -143,21 +143,21 @@ def train_drafter(
                 shared_kv_states=shared,
                 use_cache=False,
             ).last_hidden_state
-            logits = _capped(model.lm_head(normed))
+            logits = _cap_logits(model.lm_head(normed))
             wanted = target[:, ahead + 1 : ahead + 1 + queries]
             counted = weights[:, ahead + 2 : ahead + 2 + queries]
-            loss = loss + _weighted(-(wanted * logits.log_softmax(-1)).sum(-1), counted) / ahead_most
+            loss = loss + _weigh_losses(-(wanted * logits.log_softmax(-1)).sum(-1), counted) / ahead_most
             state = model.post_projection(normed)
             truth = output.last_hidden_state[:, ahead + 1 : ahead + 1 + queries]
-            missed = _weighted((state - truth).square().mean(-1), counted) / truth.var().clamp_min(1e-6)
+            missed = _weigh_losses((state - truth).square().mean(-1), counted) / truth.var().clamp_min(1e-6)
             loss = loss + 0.1 * missed / ahead_most
         return loss
 
-    _train("drafter", model, corpus.batches(documents, _BATCH, generator), steps, loss_of)
+    _train("drafter", model, corpus.draw_batches(documents, _BATCH, generator), steps, loss_of)
     return model
 
 
-def _masks(queries: int, keys: int) -> dict[str, Tensor]:
+def _make_masks(queries: int, keys: int) -> dict[str, Tensor]:
     """Additive masks ``[1, 1, queries, keys]``: query t is at position t, as in LiteRT-LM, and sees caches up to t."""
     query, key = torch.arange(queries)[:, None], torch.arange(keys)[None]
     visible = {FULL: key <= query, SLIDING: (key <= query) & (query < key + WINDOW)}

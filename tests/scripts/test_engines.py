@@ -10,7 +10,7 @@ from pathlib import Path
 import engines
 import pytest
 from _engines import llama_cpp
-from engines import Outcome, cells, from_json, last_line, shortfalls
+from engines import Outcome, find_last_line, format_cells, list_shortfalls, parse_outcome
 from helpers.blocks import blockwise_int2
 
 REFUSED = """\
@@ -31,33 +31,38 @@ MLX_VLM = """\
 
 
 def test_what_engines_print_is_read() -> None:
-    found = from_json("mlx-vlm", "mlx", "Fetching 3 files\n" + MLX_VLM)
+    found = parse_outcome("mlx-vlm", "mlx", "Fetching 3 files\n" + MLX_VLM)
     assert found == Outcome("mlx-vlm", "mlx", "0.7.10", True, True, 131, 84)
-    assert cells(found) == ["mlx-vlm", "0.7.10", "mlx", "yes", "yes", "84 of 131", ""]
-    assert llama_cpp.timings({"timings": {"predicted_n": 120, "draft_n": 107, "draft_n_accepted": 83}}) == (107, 83)
-    assert llama_cpp.timings({"timings": {"predicted_n": 120}}) == (0, 0)
-    assert llama_cpp.version("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU") == "0.5.0-dev 0c1e570"
-    assert llama_cpp.version("version: 5943 (c82d48ec)\nbuilt with cc") == "5943 c82d48ec"
-    assert engines.success_rate(LITERT_LM) == "0.6625"
+    assert format_cells(found) == ["mlx-vlm", "0.7.10", "mlx", "yes", "yes", "84 of 131", ""]
+    assert llama_cpp.read_draft_counts({"timings": {"predicted_n": 120, "draft_n": 107, "draft_n_accepted": 83}}) == (
+        107,
+        83,
+    )
+    assert llama_cpp.read_draft_counts({"timings": {"predicted_n": 120}}) == (0, 0)
+    assert (
+        llama_cpp.shorten_version("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with GNU") == "0.5.0-dev 0c1e570"
+    )
+    assert llama_cpp.shorten_version("version: 5943 (c82d48ec)\nbuilt with cc") == "5943 c82d48ec"
+    assert engines.read_success_rate(LITERT_LM) == "0.6625"
 
 
 def test_what_engines_end_with_is_said() -> None:
     for printed in ("", "{}\n"):
         with pytest.raises(ValueError, match="mlx-vlm: expected a line of JSON with a version"):
-            from_json("mlx-vlm", "mlx", printed)
+            parse_outcome("mlx-vlm", "mlx", printed)
     with pytest.raises(ValueError, match="expected a success rate"):
-        engines.success_rate("speculative decoding is off\n")
+        engines.read_success_rate("speculative decoding is off\n")
     expected = "Gemma 4 assistant requires embedding_length_out to carry the target hidden size"
-    assert llama_cpp.reason(REFUSED).endswith(expected)
-    assert llama_cpp.reason("no such option\n") == "no such option"
-    assert last_line('Traceback:\n  File "x"\nValueError: not filled\n\n') == "ValueError: not filled"
-    assert last_line("\n") == "it said nothing"
+    assert llama_cpp.find_reason(REFUSED).endswith(expected)
+    assert llama_cpp.find_reason("no such option\n") == "no such option"
+    assert find_last_line('Traceback:\n  File "x"\nValueError: not filled\n\n') == "ValueError: not filled"
+    assert find_last_line("\n") == "it said nothing"
 
 
 def test_what_falls_short() -> None:
     reference = Outcome("mlx-vlm", "transformers F32", "0.7.10", True, True, 131, 84)
     good = [reference, Outcome("mlx-vlm", "mlx", "0.7.10", True, True, 131, 84), Outcome("vllm", "–")]
-    assert shortfalls(good) == []
+    assert list_shortfalls(good) == []
     bad = [
         reference,
         Outcome("mlx-vlm", "mlx", "0.7.10", True, False, 134, 83),
@@ -65,7 +70,7 @@ def test_what_falls_short() -> None:
         # Another engine's figures are its own.
         Outcome("transformers", "gemma", "5.22.2", True, True, 127, 84),
     ]
-    assert shortfalls(bad) == [
+    assert list_shortfalls(bad) == [
         "mlx-vlm, mlx: the text is not the base's own",
         "mlx-vlm, mlx: expected 84 of 131 accepted, as with transformers F32, found 83 of 134",
         "transformers, gemma: it does not load: RuntimeError: float",
@@ -112,7 +117,7 @@ def test_a_format_that_cannot_hold_the_drafter_is_a_row(
     monkeypatch.setattr(engines, "run", finished)
     (tmp_path / "blocks.tflite").write_bytes(blockwise_int2(32))
     drafter = engines.Drafter(tmp_path / "blocks.tflite", tmp_path)
-    found = {o.format: o for o in engines.scripted("transformers", sys.executable, base, drafter)}
+    found = {o.format: o for o in engines.run_scripted("transformers", sys.executable, base, drafter)}
     assert [(o.loads, o.identical) for o in found.values()] == [(True, True), (True, True), (None, None)], found
     assert found["gemma"].note.startswith("not written: The gemma format needs matrices of integers")
-    assert shortfalls(found.values()) == []
+    assert list_shortfalls(found.values()) == []

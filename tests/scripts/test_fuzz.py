@@ -35,7 +35,7 @@ def test_inputs_make_drafters_that_are_sound_damaged_and_none_at_all(
     monkeypatch.setattr(fuzz, "prove", proven)
     monkeypatch.setattr(fuzz, "MOST_WRITTEN", 1)
     for seed in fuzz.SEEDS[:25]:
-        fuzz.run(seed)
+        fuzz.run_case(seed)
     assert outcomes["refused"] > 5 and outcomes["proven"] >= 1
 
 
@@ -50,4 +50,4 @@ def test_another_error_and_words_that_cannot_be_read_are_findings(
 
     monkeypatch.setattr(fuzz, "prove", fail)
     with pytest.raises((ValueError, AssertionError)):
-        fuzz.run(b"")
+        fuzz.run_case(b"")

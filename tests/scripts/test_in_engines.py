@@ -11,7 +11,7 @@ from typing import Any
 
 import engines
 import pytest
-from engines import shortfalls
+from engines import list_shortfalls
 
 from mtp_extract.data import sample_base, sample_bundle
 
@@ -67,6 +67,6 @@ def test_a_format_that_keeps_the_integers(engine: str, format_: str, counted: Co
 @pytest.mark.skipif("MTP_EXTRACT_LLAMA" not in os.environ, reason="MTP_EXTRACT_LLAMA: llama.cpp's tree, built")
 def test_text_and_acceptance_in_llama_cpp(tmp_path: Path) -> None:
     drafter, tree = engines.Drafter(sample_bundle(), tmp_path), Path(os.environ["MTP_EXTRACT_LLAMA"])
-    outcomes = list(engines.in_llama(tree, sys.executable, sample_base(), drafter, tmp_path))
+    outcomes = list(engines.run_llama(tree, sys.executable, sample_base(), drafter, tmp_path))
     assert len(outcomes) == 2 and all(outcome.identical for outcome in outcomes)
-    assert shortfalls(outcomes) == []
+    assert list_shortfalls(outcomes) == []

@@ -18,7 +18,7 @@ import torch
 from _rehearsal import base, bundle, commands
 from _rehearsal.measure import Measured, Running
 from _rehearsal.shapes import SHAPES, Shape
-from rehearse import allowed, problems
+from rehearse import compute_allowance, list_problems
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from mtp_extract import extract
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_base_has_the_tensors_of_transformers_own(shape: Shape) -> None:
     with torch.device("meta"):
-        model = Gemma4ForConditionalGeneration(Gemma4Config(**base.base_config(shape)))
+        model = Gemma4ForConditionalGeneration(Gemma4Config(**base.build_config(shape)))
     found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert found == {weight.name: weight.shape for weight in shape.tensors()}
 
@@ -111,20 +111,20 @@ def test_what_is_over_its_budget_or_ends_otherwise_fails(tmp_path: Path) -> None
     table = tmp_path / "budgets.json"
     terms = {"cpu_s": {"fixed": 1, "base": 0.5}, "host": {"fixed": 100, "bundle": 2}}
     table.write_text(json.dumps({"any": {"device": {"base": 1}}, "commands": {"extract": terms}}))
-    most = allowed(command.kind, 2_000_000_000, 100, table)
+    most = compute_allowance(command.kind, 2_000_000_000, 100, table)
     assert most == {"device": 2e9, "cpu_s": 2.0, "host": 300.0}
-    assert problems(command, found, most) == []
-    assert problems(command, replace(found, status=1), most) == ["exit status 1: said"]
-    assert problems(replace(command, says="other"), found, most) == ["nothing like 'other' is printed: said"]
-    assert problems(command, replace(found, cpu_s=2.1, host=301), most) == [
+    assert list_problems(command, found, most) == []
+    assert list_problems(command, replace(found, status=1), most) == ["exit status 1: said"]
+    assert list_problems(replace(command, says="other"), found, most) == ["nothing like 'other' is printed: said"]
+    assert list_problems(command, replace(found, cpu_s=2.1, host=301), most) == [
         "cpu_s 2.1 s of at most 2.0 s",
         "host 0 MB of at most 0 MB",
     ]
 
 
 def test_every_command_has_a_budget(tmp_path: Path) -> None:
-    kinds = {command.kind for command in commands.commands(tmp_path, TINY, "cpu")} | {"serve"}
-    assert all({"cpu_s", "host", "device", "read", "written"} == set(allowed(kind, 1, 1)) for kind in kinds)
+    kinds = {command.kind for command in commands.list_commands(tmp_path, TINY, "cpu")} | {"serve"}
+    assert all({"cpu_s", "host", "device", "read", "written"} == set(compute_allowance(kind, 1, 1)) for kind in kinds)
 
 
 def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,9 @@ def test_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     bundle_size = (tmp_path / "bundle.litertlm").stat().st_size
     assert figures["insert-base"]["written"] > bundle_size
     # The same again, with a command that ends otherwise.
-    monkeypatch.setattr(rehearse, "commands", lambda *given: [commands.Command("inspect", (tmp_path / "none",), "")])
+    monkeypatch.setattr(
+        rehearse, "list_commands", lambda *given: [commands.Command("inspect", (tmp_path / "none",), "")]
+    )
     assert rehearse.main(["--shape", "tiny", "--work", str(tmp_path)]) == 1
     assert "exit status 1: error:" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="holds another shape than e2b"):
@@ -176,14 +178,14 @@ def test_the_page_of_figures_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     page = on_gpu.Page(tmp_path / "gpu.md", -math.inf)
-    page.table("Drafts", ("drafts",), on_gpu.marked_tests(page))
+    page.table("Drafts", ("drafts",), on_gpu.run_marked_tests(page))
     assert "There was no time for more." in page.out.read_text()
-    assert "not what they yield" in on_gpu.heading(SHAPES["tiny"], on_gpu.torch.device("cpu"))
+    assert "not what they yield" in on_gpu.write_heading(SHAPES["tiny"], on_gpu.torch.device("cpu"))
 
 
 def test_what_the_base_wrote_is_kept_for_the_next_tuning(tmp_path: Path) -> None:
     """Of what a tuning keeps: its log and its state would be resumed."""
     for name in ("texts.jsonl", "log.jsonl", "state.pt"):
         (tmp_path / name).touch()
-    rehearse.clear(commands.Command("tune norms", ("--work", tmp_path), ""))
+    rehearse.clear_outputs(commands.Command("tune norms", ("--work", tmp_path), ""))
     assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]

@@ -113,8 +113,8 @@ def test_a_task_is_a_turn_of_a_chat(tokenizer: PreTrainedTokenizerFast, kind: ta
 
 
 def test_batches(tokenizer: PreTrainedTokenizerFast) -> None:
-    documents = corpus.documents(tokenizer, ["\n".join(CODE)], 64, 192, random.Random(2))
-    drawn = [list(islice(corpus.batches(documents, 4, torch.Generator().manual_seed(3)), 17)) for _ in range(2)]
+    documents = corpus.draw_documents(tokenizer, ["\n".join(CODE)], 64, 192, random.Random(2))
+    drawn = [list(islice(corpus.draw_batches(documents, 4, torch.Generator().manual_seed(3)), 17)) for _ in range(2)]
     assert all(torch.equal(a, b) for left, right in zip(*drawn, strict=True) for a, b in zip(left, right, strict=True))
     seen = [tuple(ids[weights > 0].tolist()) for batch in drawn[0][:16] for ids, weights in zip(*batch, strict=True)]
     assert sorted(seen) == sorted(document.ids for document in documents)

@@ -43,7 +43,7 @@ def app() -> Iterator[ModuleType]:
     ],
 )
 def test_what_names_a_bundle(app: ModuleType, text: str, address: str) -> None:
-    assert app.address_of(text) == address
+    assert app.find_hub_address(text) == address
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_what_names_a_bundle(app: ModuleType, text: str, address: str) -> None:
 )
 def test_nothing_else_is_opened(app: ModuleType, text: str) -> None:
     with pytest.raises(SourceError, match=r"^Expected "):
-        app.address_of(text)
+        app.find_hub_address(text)
 
 
 def test_a_path_that_reads_as_an_id_is_an_id(app: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("org").mkdir()
     Path(REPO).write_bytes(b"a file of the machine that serves the page")
-    assert app.address_of(REPO) == f"hf://{REPO}"
+    assert app.find_hub_address(REPO) == f"hf://{REPO}"
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def hub_here(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_drafter_is_written_with_nobody_s_token(app: ModuleType, hub_here: HubServer, tmp_path: Path) -> None:
     reporter = Recorder()
     folder = tmp_path / "mtp-space-1"
-    made = app.written(f"hf://{REPO}", "llama.cpp", folder, None, reporter)
+    made = app.extract_to_folder(f"hf://{REPO}", "llama.cpp", folder, None, reporter)
     assert verify(made.directory)["layout"] == "gguf"
     assert any(0 < done <= total for _, done, total in reporter.parts)
-    said = app.done(made, 2.0)
+    said = app.describe_result(made, 2.0)
     assert "the gguf format" in said and "Verified before rounding" in said
     assert {request.authorization for request in hub_here.requests} == {None}
     app.remove(str(made.directory))
@@ -104,7 +104,7 @@ def test_limits(app: ModuleType, hub_here: HubServer, tmp_path: Path, monkeypatc
         pytest.raises(MtpExtractError, match="Expected a drafter of up to 1e-06 GB"),
     ):
         patch.setattr(app, "LARGEST", 1000)
-        app.written(f"hf://{REPO}", "vllm", tmp_path, None, Recorder())
+        app.extract_to_folder(f"hf://{REPO}", "vllm", tmp_path, None, Recorder())
     monkeypatch.setattr(app, "LONGEST", -1)
     kept, said, *_ = app.extract(REPO, "vllm", None, None, None, MagicMock())
     assert kept is None and "Expected to be done in -1 seconds" in said
@@ -114,11 +114,11 @@ def test_limits(app: ModuleType, hub_here: HubServer, tmp_path: Path, monkeypatc
 def test_what_a_bundle_holds_is_no_markup(app: ModuleType) -> None:
     section = {"index": 0, "model_type": None, "type": "![x](http://a/b)|<b>", "size": 1}
     found = {"name": "hf://o/r/a_b.litertlm", "size": 10, "known_bundle": None, "drafter": None, "sections": [section]}
-    said = app.bundle_in_words(found | {"no_drafter": "<script>"})
+    said = app.describe_bundle(found | {"no_drafter": "<script>"})
     assert "<" not in said.replace("&lt;", "")
     assert "![" not in said
     assert "| 0 |" in said
-    assert "<script>" not in app.refused(MtpExtractError("<script>"))
+    assert "<script>" not in app.format_refusal(MtpExtractError("<script>"))
 
 
 def test_its_gradio_is_one() -> None:
