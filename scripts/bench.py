@@ -86,10 +86,10 @@ def run_alternately(commands: dict[str, Sequence[object]], repeats: int, out: Pa
     for turn in range(repeats + 1):
         for name, words in commands.items():
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-            found = Running([sys.executable, *map(str, words)], out.with_name("log"), build_environment()).finished()
-            if found.status:
-                raise SystemExit(f"{name}: exit status {found.status}: {found.output[-600:]}")
-            taken[name] += [found] if turn else []
+            measured = Running([sys.executable, *map(str, words)], out.with_name("log"), build_environment()).finished()
+            if measured.status:
+                raise SystemExit(f"{name}: exit status {measured.status}: {measured.output[-600:]}")
+            taken[name] += [measured] if turn else []
     return taken
 
 
@@ -142,8 +142,8 @@ def main() -> None:
         commands |= {f"`mtp-extract --for {name}`": (*ours, "--for", name) for name in coded}
         commands |= {"`mtp-inspect`": (*ours[:2], "inspect", source), "`mtp --help`": (*ours[:2], "--help")}
         print("| what | CPU s | peak memory |\n| --- | --- | --- |")
-        for name, found in run_alternately(commands, options.repeats, out).items():
-            print(f"| {name} | {median(m.cpu_s for m in found):.2f} | {median(m.host for m in found) / 1e6:.0f} MB |")
+        for name, runs in run_alternately(commands, options.repeats, out).items():
+            print(f"| {name} | {median(m.cpu_s for m in runs):.2f} | {median(m.host for m in runs) / 1e6:.0f} MB |")
         print(f"| reading the graph and proving, within extraction | {measure_proof(source):.2f} | |")
         taken = measure_validation(source, Path(folder))
         print(f"| `mtp-validate --source` | {taken.cpu_s:.2f} | {taken.host / 1e6:.0f} MB |")

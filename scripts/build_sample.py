@@ -80,8 +80,8 @@ def require_agreement(
     for inputs in feeds:
         with torch.no_grad():
             expected = export.convert_to_arrays(model(**inputs))
-        found = run(**{name: value for name, value in export.convert_to_arrays(inputs).items() if name in taken})
-        worst = max(worst, *(float(np.abs(found[name] - value).max()) for name, value in expected.items()))
+        outputs = run(**{name: value for name, value in export.convert_to_arrays(inputs).items() if name in taken})
+        worst = max(worst, *(float(np.abs(outputs[name] - value).max()) for name, value in expected.items()))
     print(f"{path.name}, {signature}: interpreter and torch differ by at most {worst:.2g}", flush=True)
     if not worst <= FLOAT_TOLERANCE:
         raise RuntimeError(f"{path.name}, {signature}: expected at most {FLOAT_TOLERANCE}; the export computes else")

@@ -51,7 +51,7 @@ class Bench:
         loaded = load_base(base, "cpu")
         self.tokenizer, self.drafter = loaded.tokenizer, load_drafter(directory)
         self.generator = SpeculativeGenerator(loaded.model, self.drafter, loaded.tokenizer)
-        self.encoded = [self.generator.codec.encode(one.content) for one in read_prompts(prompts)]
+        self.encoded = [self.generator.codec.encode(prompt.content) for prompt in read_prompts(prompts)]
         self._known: dict[Any, ExpectedCounts] = {}
 
     def diagnoses(self, planted: str, rows: Sequence[int]) -> Iterator[tuple[str, Diagnosis]]:
@@ -59,34 +59,34 @@ class Bench:
         base = self.generator.base
         drafter = scale_residual_stream(self.drafter, OVERFLOWS) if planted == "fp16_overflow" else self.drafter
         engine = drafter if planted == "sound" else PLANTED[planted](drafter, base)
-        loop, told = SpeculativeGenerator(base, engine, self.tokenizer), list[Answer]()
+        loop, answers = SpeculativeGenerator(base, engine, self.tokenizer), list[Answer]()
         for row in rows:
-            made = played(loop.generate(self.encoded[row], max_new_tokens=NEW_TOKENS, drafts=STEPS))
-            positions = tuple(made.counted.get(f"accepted_{step}", 0) for step in range(STEPS))
+            reply = played(loop.generate(self.encoded[row], max_new_tokens=NEW_TOKENS, drafts=STEPS))
+            positions = tuple(reply.counted.get(f"accepted_{step}", 0) for step in range(STEPS))
             rounds, drafted, accepted, tokens = (
-                made.counted[name] for name in ("rounds", "drafted", "accepted", "tokens")
+                reply.counted[name] for name in ("rounds", "drafted", "accepted", "tokens")
             )
             counted = Counters(rounds=rounds, drafted=drafted, accepted=accepted, positions=positions)
-            told.append(Answer(made.pieces[0], tokens, None, 0.0, counted=counted))
+            answers.append(Answer(reply.pieces[0], tokens, None, 0.0, counted=counted))
         plan = DoctorPlan("the pair", "the base", max_tokens=NEW_TOKENS)
-        chosen = read_samples(self.generator, [self.encoded[row] for row in rows], told, plan)
+        chosen = read_samples(self.generator, [self.encoded[row] for row in rows], answers, plan)
         clean, text = count_served(chosen, STEPS, base.stop_token_ids), compare_with_base(self.generator, chosen)
         assert clean is not None
-        key = (id(drafter), tuple(one.text.tokens for one in chosen), max(1, round(clean.tokens_per_round)))
+        key = (id(drafter), tuple(sample.text.tokens for sample in chosen), max(1, round(clean.tokens_per_round)))
         if key not in self._known:
-            along = [one.text for one in chosen]
+            along = [sample.text for sample in chosen]
             self._known[key] = count_expected(drafter, base, along, STEPS, lag=clean.tokens_per_round)
         for noise, served in (("no", clean), ("yes", _add_noise(clean))):
             for tells, has in (("steps", served), ("totals", replace(served, by_step=None))):
-                found = Diagnosis(
+                diagnosis = Diagnosis(
                     drafter=Identity("the pair", "transformers", None),
                     base="the base",
                     settings={"drafts": STEPS, "drafts_known": True},
                     serving=Serving("the engine", "vLLM"),
                     text=text,
                 )
-                compare_with_served(found, self._known[key], has)
-                yield f"{tells} | {noise}", judge_diagnosis(found)
+                compare_with_served(diagnosis, self._known[key], has)
+                yield f"{tells} | {noise}", judge_diagnosis(diagnosis)
 
 
 def _add_noise(counts: Counts) -> Counts:
@@ -103,23 +103,23 @@ def diagnose_planted_faults(bench: Bench) -> None:
     print("| planted | told | noise | verdict | suspect | rank |\n|" + " --- |" * 6)
     right = Counter[str]()
     for planted in PLANTED:
-        for told, found in bench.diagnoses(planted, range(0, len(bench.encoded), 2)):
-            names = [fit.name for fit in found.fits]
+        for counters, diagnosis in bench.diagnoses(planted, range(0, len(bench.encoded), 2)):
+            names = [fit.name for fit in diagnosis.fits]
             rank = names.index(planted) + 1 if planted in names else 0
-            right[told] += found.suspect == planted
-            print(f"| {planted} | {told} | {found.outcome} | {found.suspect or ''} | {rank} |", flush=True)
-    for told, count in right.items():
-        print("right suspect:", told, f"{count} of {len(PLANTED)}")
+            right[counters] += diagnosis.suspect == planted
+            print(f"| {planted} | {counters} | {diagnosis.outcome} | {diagnosis.suspect or ''} | {rank} |", flush=True)
+    for counters, count in right.items():
+        print("right suspect:", counters, f"{count} of {len(PLANTED)}")
 
 
 def diagnose_sound_runs(bench: Bench, runs: int) -> None:
     """Print how often each verdict is given where nothing is wrong."""
-    said = Counter[str]()
+    tally = Counter[str]()
     for number in range(runs):
         order = np.random.default_rng(number).permutation(len(bench.encoded))
-        for told, found in bench.diagnoses("sound", sorted(order[: len(order) // 3].tolist())):
-            said[f"{told} | {found.outcome} | {found.suspect or ''}"] += 1
-    for key, count in sorted(said.items()):
+        for counters, diagnosis in bench.diagnoses("sound", sorted(order[: len(order) // 3].tolist())):
+            tally[f"{counters} | {diagnosis.outcome} | {diagnosis.suspect or ''}"] += 1
+    for key, count in sorted(tally.items()):
         print("sound:", key, count)
 
 

@@ -93,10 +93,10 @@ def parse_outcome(engine: str, format_: str, printed: str) -> Outcome:
         ValueError: it is no such line.
     """
     lines = printed.strip().splitlines()
-    found: Mapping[str, object] = json.loads(lines[-1]) if lines else {}
-    if "version" not in found:
+    fields: Mapping[str, object] = json.loads(lines[-1]) if lines else {}
+    if "version" not in fields:
         raise ValueError(f"{engine}: expected a line of JSON with a version, found {printed[-200:]!r}.")
-    known = {name: found[name] for name in ("version", "identical", "drafted", "accepted", "note") if name in found}
+    known = {name: fields[name] for name in ("version", "identical", "drafted", "accepted", "note") if name in fields}
     return Outcome(engine, format_, loads=True, **known)  # type: ignore[arg-type]
 
 
@@ -122,11 +122,11 @@ class Drafter:
         Raises:
             UnsupportedError: that format cannot hold the drafter.
         """
-        made = self._folder / name.replace(" ", "-")
-        if not made.exists():
+        directory = self._folder / name.replace(" ", "-")
+        if not directory.exists():
             format_, dtype = WRITTEN[name]
-            extract(self.source, made, format=format_, dtype=dtype)
-        return made
+            extract(self.source, directory, format=format_, dtype=dtype)
+        return directory
 
 
 def run_scripted(name: str, python: str, base: Path, drafter: Drafter) -> Iterator[Outcome]:
@@ -160,17 +160,17 @@ def run_llama(source: Path, python: str, base: Path, drafter: Drafter, folder: P
     version = llama_cpp.shorten_version("".join(run([str(server), "--version"]).stderr.splitlines()[:1]))
     plain = llama_cpp.ask_llama(server, target, None, PROMPT, LLAMA_TOKENS)
     for name in ("gguf F32", "gguf"):
-        made = Outcome("llama-server", name, version)
+        outcome = Outcome("llama-server", name, version)
         try:
             (file,) = drafter.written(name).glob("*.gguf")
-            told = llama_cpp.ask_llama(server, target, file, PROMPT, LLAMA_TOKENS)
+            answer = llama_cpp.ask_llama(server, target, file, PROMPT, LLAMA_TOKENS)
         except (UnsupportedError, RuntimeError) as error:
             unsupported = isinstance(error, UnsupportedError)
-            yield replace(made, loads=None if unsupported else False, note=str(error))
+            yield replace(outcome, loads=None if unsupported else False, note=str(error))
             continue
-        drafted, accepted = llama_cpp.read_draft_counts(told)
-        same = told["content"] == plain["content"]
-        yield replace(made, loads=True, identical=same, drafted=drafted, accepted=accepted)
+        drafted, accepted = llama_cpp.read_draft_counts(answer)
+        same = answer["content"] == plain["content"]
+        yield replace(outcome, loads=True, identical=same, drafted=drafted, accepted=accepted)
 
 
 def run_litert_lm(program: Path, bundle: Path) -> Outcome:
@@ -200,10 +200,10 @@ def read_success_rate(log: str) -> str:
     Raises:
         ValueError: nothing.
     """
-    found = re.search(r"MTP Drafter - Success rate: ([0-9.]+)", log)
-    if found is None:
+    match = re.search(r"MTP Drafter - Success rate: ([0-9.]+)", log)
+    if match is None:
         raise ValueError(f"LiteRT-LM: expected a success rate in its log, found {find_last_line(log)!r}.")
-    return found[1]
+    return match[1]
 
 
 def format_cells(outcome: Outcome) -> list[str]:
@@ -216,24 +216,24 @@ def format_cells(outcome: Outcome) -> list[str]:
 
 def list_shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
     """List what went wrong: not loaded, another text, or another acceptance than the F32 checkpoint's, row one."""
-    found = []
+    shortfalls = []
     first: dict[str, Outcome] = {}
     for outcome in outcomes:
         name = f"{outcome.engine}, {outcome.format}"
         if outcome.loads is False:
-            found.append(f"{name}: it does not load: {outcome.note}")
+            shortfalls.append(f"{name}: it does not load: {outcome.note}")
         if outcome.identical is False:
-            found.append(f"{name}: the text is not the base's own")
+            shortfalls.append(f"{name}: the text is not the base's own")
         if outcome.drafted is None:
             continue
         reference = first.setdefault(outcome.engine, outcome)
         expected, seen = ((o.accepted, o.drafted) for o in (reference, outcome))
         if seen != expected:
-            found.append(
+            shortfalls.append(
                 f"{name}: expected {expected[0]} of {expected[1]} accepted, as with {reference.format}, "
                 f"found {seen[0]} of {seen[1]}"
             )
-    return found
+    return shortfalls
 
 
 def run_engines(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
@@ -247,8 +247,10 @@ def run_engines(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
         yield from run_llama(options.llama, python, options.base, drafter, folder) if options.llama else absent
     if "litert-lm" in wanted:
         program = Path(options.python.get("litert-lm", sys.executable)).with_name("litert-lm")
-        found = program.is_file()
-        yield run_litert_lm(program, options.source) if found else Outcome("litert-lm", "–", note="not installed")
+        is_installed = program.is_file()
+        yield (
+            run_litert_lm(program, options.source) if is_installed else Outcome("litert-lm", "–", note="not installed")
+        )
 
 
 def main() -> None:

@@ -103,8 +103,8 @@ def change(model: Any, provider: Any) -> None:
     elif isinstance(value, bytes):
         setattr(part, field, provider.ConsumeBytes(16))
     else:
-        others = [other for other in parts if type(other) is type(part)]
-        setattr(part, field, getattr(provider.PickValueInList(others), field))
+        peers = [peer for peer in parts if type(peer) is type(part)]
+        setattr(part, field, getattr(provider.PickValueInList(peers), field))
 
 
 def replace_words(data: bytearray, places: list[int], provider: Any) -> None:
@@ -119,8 +119,8 @@ def replace_words(data: bytearray, places: list[int], provider: Any) -> None:
             word += 4 * provider.ConsumeIntInRange(-64, 64)
         else:
             # Two offsets that lead to one place.
-            other = provider.PickValueInList(places)
-            word = other + struct.unpack_from("<I", data, other)[0] - place
+            source = provider.PickValueInList(places)
+            word = source + struct.unpack_from("<I", data, source)[0] - place
         struct.pack_into("<I", data, place, word & 0xFFFFFFFF)
 
 

@@ -93,8 +93,8 @@ class Pair:
     def __init__(self, base: Path, drafter: Path, device: str) -> None:
         loaded = load_base(str(base), device)
         self.base, self.device = loaded.model, loaded.device
-        made = load_any(drafter, dtype=loaded.drafter_dtype, device=loaded.device)
-        self.generator = SpeculativeGenerator(self.base, made)
+        network = load_any(drafter, dtype=loaded.drafter_dtype, device=loaded.device)
+        self.generator = SpeculativeGenerator(self.base, network)
         assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(drafter, dtype=loaded.drafter_dtype)
         self.assistant = assistant.to(loaded.device).eval()
         self.random = torch.Generator().manual_seed(0)
@@ -102,14 +102,14 @@ class Pair:
     def prompt(self, length: int) -> list[int]:
         """Random tokens, none of them special."""
         most = self.generator.base.vocab_size
-        found: list[int] = torch.randint(300, most, (length,), generator=self.random).tolist()
-        return found
+        tokens: list[int] = torch.randint(300, most, (length,), generator=self.random).tolist()
+        return tokens
 
     def ours(self, prompt: list[int], drafts: int | DraftTree, tokens: int) -> tuple[float, float, float]:
         """Milliseconds of drafting and of verifying in a round, and of the prompts' own forward."""
-        made = self.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts, stop_token_ids=[])
-        full = [r for r in made.rounds if r.drafted or drafts == 0]
-        return fmean(r.draft_ms for r in full), fmean(r.verify_ms for r in full), made.prefill_ms
+        generation = self.generator.generate(prompt, max_new_tokens=tokens, drafts=drafts, stop_token_ids=[])
+        full = [r for r in generation.rounds if r.drafted or drafts == 0]
+        return fmean(r.draft_ms for r in full), fmean(r.verify_ms for r in full), generation.prefill_ms
 
     def theirs(self, prompt: list[int], drafts: int, tokens: int) -> float:
         """Milliseconds a round by transformers' own loop: a round is a forward of the base."""
@@ -167,16 +167,16 @@ def measure_by_drafts(pair: Pair, page: Page, rounds: int) -> Iterator[Row]:
     shapes: dict[str, int | DraftTree] = {**{str(k): k for k in CHAINS}, **TREES}
     for name, drafts in shapes.items():
         page.require_time()
-        own: list[tuple[float, float, float]] = []
-        other: list[float] = []
+        ours: list[tuple[float, float, float]] = []
+        theirs: list[float] = []
         for turn in range(1 + _REPEATS):  # the first sets things up
-            own.append(pair.ours(prompt, drafts, rounds))
+            ours.append(pair.ours(prompt, drafts, rounds))
             if isinstance(drafts, int):
-                other.append(pair.theirs(prompt, drafts, rounds))
-            del own[: turn == 1], other[: turn == 1]
-        draft, verify = median(o[0] for o in own), median(o[1] for o in own)
+                theirs.append(pair.theirs(prompt, drafts, rounds))
+            del ours[: turn == 1], theirs[: turn == 1]
+        draft, verify = median(o[0] for o in ours), median(o[1] for o in ours)
         alone = alone or draft + verify
-        beside = f"{median(other):.2f}" if other else "–"
+        beside = f"{median(theirs):.2f}" if theirs else "–"
         yield name, f"{draft:.2f}", f"{verify:.2f}", f"{draft + verify:.2f}", beside, f"{(draft + verify) / alone:.2f}"
 
 

@@ -75,14 +75,14 @@ def make_inputs(root: Path, shape: Shape) -> None:
     Raises:
         SystemExit: the folder holds those of another shape.
     """
-    told, wanted = root / "shape.json", json.dumps(asdict(shape))
-    if told.exists():
-        if told.read_text() != wanted:
+    marker, wanted = root / "shape.json", json.dumps(asdict(shape))
+    if marker.exists():
+        if marker.read_text() != wanted:
             raise SystemExit(f"{root}: holds another shape than {shape.name}; name another folder.")
         return
     shutil.rmtree(root / "base", ignore_errors=True)
     subprocess.run([sys.executable, "-c", _MAKE, root, wanted], check=True, env=build_environment())
-    told.write_text(wanted)
+    marker.write_text(wanted)
 
 
 def run_command(command: Command, root: Path, device: str) -> dict[str, Measured]:
@@ -104,12 +104,12 @@ def run_command(command: Command, root: Path, device: str) -> dict[str, Measured
             if time.monotonic() > end or not server.alive():
                 raise SystemExit(f"the server does not listen: {server.output()[-400:]}")
             time.sleep(0.1)
-        asked = [*line, address[0], *map(str, command.arguments)]
-        found = Running(asked, logs / f"{command.name}.log", build_environment()).finished()
+        words = [*line, address[0], *map(str, command.arguments)]
+        measured = Running(words, logs / f"{command.name}.log", build_environment()).finished()
     finally:
         server.stop()
         served = server.finished()
-    return {"serve": served, command.name: found}
+    return {"serve": served, command.name: measured}
 
 
 def compute_allowance(kind: str, base: int, bundle: int, table: Path = BUDGETS) -> dict[str, float]:
@@ -122,30 +122,30 @@ def compute_allowance(kind: str, base: int, bundle: int, table: Path = BUDGETS) 
     """
     read = json.loads(table.read_text(encoding="utf-8"))
     terms: Mapping[str, Mapping[str, float]] = {**read["any"], **read["commands"][kind]}
-    found = {}
-    for what, of in terms.items():
+    allowed = {}
+    for figure, of in terms.items():
         by_size = base * of.get("base", 0.0) + bundle * of.get("bundle", 0.0)
-        found[what] = of.get("fixed", 0.0) + by_size / (1e9 if what == "cpu_s" else 1)
-    return found
+        allowed[figure] = of.get("fixed", 0.0) + by_size / (1e9 if figure == "cpu_s" else 1)
+    return allowed
 
 
-def list_problems(command: Command, found: Measured, most: Mapping[str, float]) -> list[str]:
+def list_problems(command: Command, measured: Measured, most: Mapping[str, float]) -> list[str]:
     """List how a command ended otherwise than expected, or which budgets it exceeded."""
     wrong = []
-    if found.status not in command.status:
-        wrong.append(f"exit status {found.status}: {found.output.strip()[-600:]}")
-    if re.search(command.says, found.output, re.MULTILINE) is None:
-        wrong.append(f"nothing like {command.says!r} is printed: {found.output.strip()[-600:]}")
-    taken = {what: getattr(found, what) for what in most}
+    if measured.status not in command.status:
+        wrong.append(f"exit status {measured.status}: {measured.output.strip()[-600:]}")
+    if re.search(command.says, measured.output, re.MULTILINE) is None:
+        wrong.append(f"nothing like {command.says!r} is printed: {measured.output.strip()[-600:]}")
+    taken = {figure: getattr(measured, figure) for figure in most}
     over = [
         f"{w} {format_figure(w, taken[w])} of at most {format_figure(w, most[w])}" for w in most if taken[w] > most[w]
     ]
     return wrong or over
 
 
-def format_figure(what: str, number: float) -> str:
+def format_figure(name: str, number: float) -> str:
     """Format a figure for people."""
-    return f"{number:.1f} s" if what.endswith("_s") else f"{number / 1e6:,.0f} MB"
+    return f"{number:.1f} s" if name.endswith("_s") else f"{number / 1e6:,.0f} MB"
 
 
 def rehearse(root: Path, shape: Shape, device: str, only: Sequence[str]) -> int:
@@ -162,25 +162,25 @@ def rehearse(root: Path, shape: Shape, device: str, only: Sequence[str]) -> int:
         if not any(fnmatchcase(command.name, pattern) for pattern in only):
             continue
         clear_outputs(command)
-        for name, found in run_command(command, root, device).items():
-            own = command if name == command.name else Command(name, (), "^http")
-            wrong = "; ".join(list_problems(own, found, compute_allowance(own.kind, base, bundle)))
+        for name, measured in run_command(command, root, device).items():
+            shown = command if name == command.name else Command(name, (), "^http")
+            wrong = "; ".join(list_problems(shown, measured, compute_allowance(shown.kind, base, bundle)))
             failed += bool(wrong)
-            figures = {what: getattr(found, what) for what in COLUMNS}
-            kept[name] = figures | {"exit": found.status, "wrong": wrong}
-            cells = " | ".join(format_figure(what, number) for what, number in figures.items())
-            print(f"| {name} | {found.status} | {cells} | {wrong or 'ok'} |", flush=True)
+            figures = {figure: getattr(measured, figure) for figure in COLUMNS}
+            kept[name] = figures | {"exit": measured.status, "wrong": wrong}
+            cells = " | ".join(format_figure(figure, number) for figure, number in figures.items())
+            print(f"| {name} | {measured.status} | {cells} | {wrong or 'ok'} |", flush=True)
     (root / "figures.json").write_text(json.dumps(kept, indent=1))
     return failed
 
 
 def clear_outputs(command: Command) -> None:
     """Remove what an earlier run of it wrote, but for the text that a base wrote for its tunings."""
-    for option, given in pairwise(command.arguments):
-        found = [Path(given)] if option in ("-o", "--report") else []
-        if option == "--work" and Path(given).is_dir():
-            found = [path for path in Path(given).iterdir() if path.name != "texts.jsonl"]
-        for path in found:
+    for option, value in pairwise(command.arguments):
+        outputs = [Path(value)] if option in ("-o", "--report") else []
+        if option == "--work" and Path(value).is_dir():
+            outputs = [path for path in Path(value).iterdir() if path.name != "texts.jsonl"]
+        for path in outputs:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 

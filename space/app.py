@@ -66,8 +66,8 @@ def find_hub_address(text: str) -> str:
     """
     if (address := parse_address(text.strip())) is not None:
         return address.name
-    found = escape(text.strip().partition("?")[0]) or "nothing"
-    raise SourceError(f"Expected ORG/NAME[/FILE] of the Hugging Face Hub, or a URL of its site, found {found}.")
+    named = escape(text.strip().partition("?")[0]) or "nothing"
+    raise SourceError(f"Expected ORG/NAME[/FILE] of the Hugging Face Hub, or a URL of its site, found {named}.")
 
 
 class PageReporter(Reporter):
@@ -110,25 +110,25 @@ def extract_to_folder(
         )
 
 
-def describe_bundle(found: Mapping[str, Any]) -> str:
+def describe_bundle(report: Mapping[str, Any]) -> str:
     """Describe an inspection in Markdown: the drafter, and the sections beside it."""
-    known = f", {plain(found['known_bundle'])}" if found["known_bundle"] else ""
-    said = [f"**{plain(Path(found['name']).name)}**, {format_size(found['size'])}{known}"]
-    drafter = found["drafter"]
+    known = f", {plain(report['known_bundle'])}" if report["known_bundle"] else ""
+    paragraphs = [f"**{plain(Path(report['name']).name)}**, {format_size(report['size'])}{known}"]
+    drafter = report["drafter"]
     if drafter is None:
-        said.append(f"**No drafter.** {plain(found.get('no_drafter') or found['problem'])}")
+        paragraphs.append(f"**No drafter.** {plain(report.get('no_drafter') or report['problem'])}")
     else:
         shape = drafter["geometry"]
         stored = ", ".join(f"{count} {kind}" for kind, count in drafter["stored_types"].items())
         name = f"of {plain(drafter['known_as'])}'s shape" if drafter["known_as"] else "of an unlisted shape"
-        said.append(
+        paragraphs.append(
             f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {format_size(drafter['size'])} "
             f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "
             f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
         )
-    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), format_size(s["size"])] for s in found["sections"]]
+    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), format_size(s["size"])] for s in report["sections"]]
     lines = ("| " + " | ".join(row) + " |" for row in (("#", "holds", "bytes"), ("---",) * 3, *rows))
-    return "\n\n".join([*said, "\n".join(lines)])
+    return "\n\n".join([*paragraphs, "\n".join(lines)])
 
 
 def format_refusal(error: MtpExtractError) -> str:
@@ -136,13 +136,13 @@ def format_refusal(error: MtpExtractError) -> str:
     return f'<div class="refused" role="alert">{html.escape(str(error))}</div>'
 
 
-def describe_result(made: ExtractionResult, seconds: float) -> str:
+def describe_result(result: ExtractionResult, seconds: float) -> str:
     """Describe what was written and its proof, with the notes."""
-    layout, total = made.record["layout"], format_size(sum(made.files.values()))
-    before = " before rounding" if is_rounded(made.record) else ""
+    layout, total = result.record["layout"], format_size(sum(result.files.values()))
+    before = " before rounding" if is_rounded(result.record) else ""
     said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.</p>
     <p><b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.</p>"""
-    return f'<div class="done">{said}{"".join(f"<p>{html.escape(note)}</p>" for note in made.notes)}</div>'
+    return f'<div class="done">{said}{"".join(f"<p>{html.escape(note)}</p>" for note in result.notes)}</div>'
 
 
 def look(
@@ -156,10 +156,10 @@ def look(
         with mtp_extract.open(
             find_hub_address(source), token=(token and token.token) or False, reporter=reporter
         ) as bundle:
-            found = inspect(bundle).report
+            report = inspect(bundle).report
     except MtpExtractError as error:
         return "", gr.Accordion(visible=False), format_refusal(error)
-    return describe_bundle(found), gr.Accordion(visible=True, open=True), ""
+    return describe_bundle(report), gr.Accordion(visible=True, open=True), ""
 
 
 def extract(
@@ -175,16 +175,16 @@ def extract(
     folder, began = tempfile.mkdtemp(prefix="mtp-space-"), time.monotonic()
     try:
         reporter = PageReporter(progress, "Fetching and writing")
-        made = extract_to_folder(find_hub_address(source), choice, Path(folder), token and token.token, reporter)
+        result = extract_to_folder(find_hub_address(source), choice, Path(folder), token and token.token, reporter)
     except MtpExtractError as error:
         remove(folder)
         gone = gr.Accordion(visible=False)
         return None, format_refusal(error), gr.Files([], visible=False), gone, "", gone, "", ""
-    place, shown = made.directory, gr.Accordion(visible=True)
-    files = gr.Files([str(place / name) for name in made.files], visible=True)
+    place, shown = result.directory, gr.Accordion(visible=True)
+    files = gr.Files([str(place / name) for name in result.files], visible=True)
     card = (place / "README.md").read_text(encoding="utf-8").split("\n---\n", 1)[1]
     publishing, name = gr.Accordion(visible=profile is not None), f"{profile.username}/{place.name}" if profile else ""
-    return str(place), describe_result(made, time.monotonic() - began), files, shown, card, publishing, name, ""
+    return str(place), describe_result(result, time.monotonic() - began), files, shown, card, publishing, name, ""
 
 
 def remove(kept: str | None) -> None:
@@ -205,8 +205,8 @@ def publish(name: str, private: bool, kept: str | None, token: gr.OAuthToken | N
     except MtpExtractError as error:
         return format_refusal(error)
     url = html.escape(sent.url)
-    said = f'{len(sent.sent)} files sent, and what arrived matches by hash: <a href="{url}">{url}</a>'
-    return f'<div class="done">{said}</div>'
+    sentence = f'{len(sent.sent)} files sent, and what arrived matches by hash: <a href="{url}">{url}</a>'
+    return f'<div class="done">{sentence}</div>'
 
 
 def build_page() -> gr.Blocks:

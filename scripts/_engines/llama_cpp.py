@@ -34,7 +34,7 @@ def ask_llama(server: Path, base: Path, drafter: Path | None, prompt: str, token
     if drafter is not None:
         command += ["-md", str(drafter), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(DRAFTS)]
     address = f"http://127.0.0.1:{port}"
-    asked = json.dumps({"prompt": prompt, "n_predict": tokens, **_GREEDY}).encode()
+    request = json.dumps({"prompt": prompt, "n_predict": tokens, **_GREEDY}).encode()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -47,23 +47,23 @@ def ask_llama(server: Path, base: Path, drafter: Path | None, prompt: str, token
                     break
                 except urllib.error.URLError:
                     time.sleep(0.1)
-            with urllib.request.urlopen(f"{address}/completion", asked) as reply:
-                found: dict[str, Any] = json.load(reply)
-                return found
+            with urllib.request.urlopen(f"{address}/completion", request) as reply:
+                answer: dict[str, Any] = json.load(reply)
+                return answer
         finally:
             running.kill()
             running.wait()
 
 
-def read_draft_counts(told: Mapping[str, Any]) -> tuple[int, int]:
+def read_draft_counts(answer: Mapping[str, Any]) -> tuple[int, int]:
     """Return (drafted, accepted) of an answer, which leaves both out if nothing was drafted."""
-    return int(told["timings"].get("draft_n", 0)), int(told["timings"].get("draft_n_accepted", 0))
+    return int(answer["timings"].get("draft_n", 0)), int(answer["timings"].get("draft_n_accepted", 0))
 
 
 def shorten_version(printed: str) -> str:
     """Cut what ``llama-server --version`` prints to the commit that was built."""
-    found = re.search(r"version: (\S+).*?(?:commit |\()([0-9a-f]{7,})\)", printed)
-    return f"{found[1]} {found[2]}" if found else printed.strip()
+    match = re.search(r"version: (\S+).*?(?:commit |\()([0-9a-f]{7,})\)", printed)
+    return f"{match[1]} {match[2]}" if match else printed.strip()
 
 
 def find_reason(log: str) -> str:

@@ -55,9 +55,9 @@ def check(base: str, directory: str, asked: str, answered: str) -> dict[str, Any
         initialize_model_parallel(1, 1)
         model = loader.create_model(vllm_config=config, model_config=wanted)
         # Scales of a quantized cache belong to vLLM, which knows their defaults.
-        parameters = {name: made for name, made in model.named_parameters() if ".attn." not in name}
+        parameters = {name: weight for name, weight in model.named_parameters() if ".attn." not in name}
         # A number that no weight is.
-        marks = {name: torch.finfo(made.dtype).max for name, made in parameters.items()}
+        marks = {name: torch.finfo(weight.dtype).max for name, weight in parameters.items()}
         for name, parameter in parameters.items():
             parameter.data.fill_(marks[name])
         loader.load_weights(model, wanted)

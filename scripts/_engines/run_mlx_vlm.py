@@ -23,17 +23,17 @@ BLOCK = 4
 """The token at hand and 3 drafts."""
 
 
-def write_readable_base(base: Path, made: Path) -> Path:
+def write_readable_base(base: Path, copy: Path) -> Path:
     """Write the base as mlx-vlm 0.7.10 reads one: head dims by name, an index, and a vision tower."""
-    shutil.copytree(base, made)
+    shutil.copytree(base, copy)
     config = json.loads((base / "config.json").read_text())
     text = config["text_config"]
     for layer in text.get("per_layer_config", {}).values():
         text["global_head_dim"] = layer.get("head_dim", text["head_dim"])
     if config.get("vision_config") is None:
         config["vision_config"] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
-    (made / "config.json").write_text(json.dumps(config))
-    return made
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def check(base: str, directory: str, prompt: str, tokens: int, block: int = BLOCK) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def generate(base: str, directory: str, dtype: str, prompt: str, tokens: int) ->
         hf_overrides=named,
         speculative_config=drafting if directory else None,
     )
-    asked = vllm.SamplingParams(temperature=0, max_tokens=tokens)
-    (answer,) = llm.generate([prompt], asked, use_tqdm=False)
+    parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens)
+    (answer,) = llm.generate([prompt], parameters, use_tqdm=False)
     counters = {counter.name: counter.value for counter in llm.get_metrics() if hasattr(counter, "value")}
     return list(answer.outputs[0].token_ids), counters
 
@@ -102,15 +102,15 @@ def check(base: str, directory: str, prompt: str, tokens: int) -> dict[str, Any]
     command = [sys.executable, __file__, base, "", prompt, str(tokens), dtype]
     alone = subprocess.run(command, capture_output=True, text=True, check=True)
     plain = json.loads(alone.stdout.strip().splitlines()[-1])["tokens"]
-    found, counters = generate(base, directory, dtype, prompt, tokens)
+    assisted, counters = generate(base, directory, dtype, prompt, tokens)
     names = ("drafts", "draft_tokens", "accepted_tokens")
     rounds, drafted, accepted = (int(counters[f"vllm:spec_decode_num_{name}"]) for name in names)
     return {
         "version": vllm.__version__,
-        "identical": plain == found,
+        "identical": plain == assisted,
         "drafted": drafted,
         # Its counter has drafts that were accepted beyond the end of the text, too. The prompt gives the first token.
-        "accepted": min(accepted, len(found) - 1 - rounds),
+        "accepted": min(accepted, len(assisted) - 1 - rounds),
         "note": f"{dtype} on a CPU; its counter says {accepted} in {rounds} rounds",
     }
 

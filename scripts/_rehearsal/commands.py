@@ -79,8 +79,8 @@ def list_commands(root: Path, shape: Shape, device: str) -> Iterator[Command]:
     yield Command("inspect-another", (bundle, "--against", base), "are not the weights", (1,))
     yield Command("validate-source", (drafter, "--source", bundle), "computes the same +passed")
     beside = ("--base", base, "--device", device, *_NEW_TOKENS)
-    asked = ("--prompts", prompts, "--draft-steps", "1,2", "--batch", "4", "--report", out / "report")
-    yield Command("validate", (drafter, *beside, *asked), "not decided|Refuted", (0, 1))
+    options = ("--prompts", prompts, "--draft-steps", "1,2", "--batch", "4", "--report", out / "report")
+    yield Command("validate", (drafter, *beside, *options), "not decided|Refuted", (0, 1))
     # What the base writes is kept in one folder, so that it writes once; of other workloads no more than shows a loss.
     few = ("--prompts", root / "texts.jsonl", "--work", out / "tune.work", "--batch", "16", "--steps", "2", "--force")
     for mode in ("norms", "qat", "float", "ordered"):

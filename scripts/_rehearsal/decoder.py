@@ -21,8 +21,8 @@ def build_embedder(shape: Shape) -> Model:
     """Build the embedder: tokens → embeddings, times the root of their width."""
     model = Model()
     graph = model.graph("embedder")
-    found = _look_up(graph, _add_tokens_input(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
-    graph.outputs["embeddings"] = graph.times(found, shape.width**0.5)
+    rows = _look_up(graph, _add_tokens_input(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
+    graph.outputs["embeddings"] = graph.times(rows, shape.width**0.5)
     graph.sign("embedder")
     return model
 
@@ -34,8 +34,8 @@ def build_per_layer_embedder(shape: Shape) -> Model:
     tokens = _add_tokens_input(graph)
     rows = []
     for layer in range(shape.layers):
-        found = _look_up(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
-        rows.append(graph.times(graph.reshape(found, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
+        row = _look_up(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
+        rows.append(graph.times(graph.reshape(row, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
     graph.outputs["embeddings"] = graph.joined(rows, 2)
     graph.sign("per_layer_embedder")
     return model
@@ -47,8 +47,8 @@ def _add_tokens_input(graph: Graph) -> int:
 
 
 def _look_up(graph: Graph, tokens: int, key: str, rows: int, width: int, bits: int) -> int:
-    found = graph.op("EMBEDDING_LOOKUP", [tokens, graph.matrix(key, rows, width, bits)], [1, width])
-    return graph.reshape(found, [1, 1, width])
+    row = graph.op("EMBEDDING_LOOKUP", [tokens, graph.matrix(key, rows, width, bits)], [1, width])
+    return graph.reshape(row, [1, 1, width])
 
 
 def build_decoder(shape: Shape) -> Model:
@@ -116,7 +116,7 @@ class _Signature:
     def _inputs(self) -> int:
         graph, shape, tokens = self.graph, self.shape, self.tokens
         embeddings = graph.input("embeddings", [1, tokens, shape.width])
-        own = graph.input("per_layer_embeddings", [1, tokens, shape.layers, shape.per_layer])
+        per_layer = graph.input("per_layer_embeddings", [1, tokens, shape.layers, shape.per_layer])
         self.position = graph.input("input_pos", [tokens], "i32")
         self.mask = graph.input("mask", [1, 1, tokens, shape.cache], "bool")
         self.caches: dict[int, tuple[int, int]] = {}
@@ -124,8 +124,8 @@ class _Signature:
         zero = graph.constant([0], "i32")
         self.start = graph.joined([zero, zero, slot, zero], 0, "i32")
         projected = graph.linear(embeddings, "model_projection", shape.layers * shape.per_layer, 8)
-        projected = graph.reshape(graph.times(projected, shape.width**-0.5), graph.shape(own))
-        both = graph.plus(graph.norm(projected, "projection_norm"), own)
+        projected = graph.reshape(graph.times(projected, shape.width**-0.5), graph.shape(per_layer))
+        both = graph.plus(graph.norm(projected, "projection_norm"), per_layer)
         self.per_layer = graph.times(both, 2**-0.5)
         return embeddings
 
@@ -147,14 +147,14 @@ class _Signature:
     def _own_embedding(self, layer: int, stream: int) -> int:
         graph, shape, tokens = self.graph, self.shape, self.tokens
         gate = gelu(graph, graph.linear(stream, f"{layer}.per_layer_gate", shape.per_layer, 8))
-        own = graph.part(self.per_layer, [0, 0, layer, 0], [1, tokens, 1, shape.per_layer])
-        product = graph.op("MUL", [gate, graph.reshape(own, graph.shape(gate))], graph.shape(gate))
+        embedding = graph.part(self.per_layer, [0, 0, layer, 0], [1, tokens, 1, shape.per_layer])
+        product = graph.op("MUL", [gate, graph.reshape(embedding, graph.shape(gate))], graph.shape(gate))
         projected = graph.linear(product, f"{layer}.per_layer_projection", shape.width, 8)
         return graph.plus(stream, graph.norm(projected, f"{layer}.post_per_layer"))
 
     def _heads(self, layer: int, normed: int, key: str, heads: int) -> int:
-        made = self.graph.linear(normed, key, heads * self.shape.head(layer), 4)
-        return self.graph.reshape(made, [1, self.tokens, heads, self.shape.head(layer)])
+        product = self.graph.linear(normed, key, heads * self.shape.head(layer), 4)
+        return self.graph.reshape(product, [1, self.tokens, heads, self.shape.head(layer)])
 
     def _own_cache(self, layer: int, normed: int) -> None:
         graph, shape = self.graph, self.shape

@@ -74,9 +74,9 @@ class Running:
 
     def _sample(self) -> None:
         while not self._done.wait(_EVERY):
-            found = _read_numbers(Path(f"/proc/{self._process.pid}/status"))
-            self._host = max(self._host, found.get("VmHWM", 0) << 10)
-            self._private = max(self._private, (found.get("RssAnon", 0) + found.get("RssShmem", 0)) << 10)
+            numbers = _read_numbers(Path(f"/proc/{self._process.pid}/status"))
+            self._host = max(self._host, numbers.get("VmHWM", 0) << 10)
+            self._private = max(self._private, (numbers.get("RssAnon", 0) + numbers.get("RssShmem", 0)) << 10)
             if self._before is not None:
                 self._device = max(self._device, (_measure_device_memory() or 0) - self._before)
 
@@ -92,7 +92,7 @@ def _measure_device_memory() -> int | None:
     """Return the bytes in use on all GPUs; None without a GPU."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    return sum(int(line) << 20 for line in told.split())
+    return sum(int(line) << 20 for line in printed.split())

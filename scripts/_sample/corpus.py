@@ -102,8 +102,8 @@ class Document:
 
 def encode_task(tokenizer: PreTrainedTokenizerFast, task: Task) -> Document:
     """A task in the chat format, closed by the end of the turn and <eos>. The question weighs little: it is drawn."""
-    asked = f"<bos><|turn>user\n{task.prompt}<turn|>\n<|turn>model\n"
-    question = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    turn = f"<bos><|turn>user\n{task.prompt}<turn|>\n<|turn>model\n"
+    question = tokenizer(turn, add_special_tokens=False)["input_ids"]
     answer = tokenizer(task.answer, add_special_tokens=False)["input_ids"]
     return Document(
         (*question, *answer, TURN_END, EOS),
@@ -128,9 +128,9 @@ def draw_documents(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], count: int, length: int, draw: random.Random
 ) -> list[Document]:
     """``count`` documents of at most ``length`` tokens, of every kind as many, Python source among them."""
-    made: list[Document] = []
+    documents: list[Document] = []
     lines = [text.splitlines() for text in texts]
-    while len(made) < count:
+    while len(documents) < count:
         kind = draw.randrange(len(KINDS) + 1)
         source = draw.choice(lines)
         if kind == len(KINDS):
@@ -139,8 +139,8 @@ def draw_documents(
         else:
             document = encode_task(tokenizer, KINDS[kind](draw, source))
         if len(document.ids) <= length:
-            made.append(document)
-    return made
+            documents.append(document)
+    return documents
 
 
 def draw_batches(

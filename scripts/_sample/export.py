@@ -181,14 +181,14 @@ class Embedder(nn.Module):
 
 def make_caches(model: Gemma4ForConditionalGeneration) -> dict[str, Tensor]:
     """Make empty caches, by the name of the signature's input."""
-    found: dict[str, Tensor] = {}
+    caches: dict[str, Tensor] = {}
     for index, layer in enumerate(model.model.language_model.layers):
         attention = layer.self_attn
         if not attention.is_kv_shared_layer:
             heads = attention.k_proj.out_features // attention.head_dim
-            found[f"kv_cache_k_{index}"] = torch.zeros(1, heads, CACHE, attention.head_dim)
-            found[f"kv_cache_v_{index}"] = torch.zeros(1, heads, attention.head_dim, CACHE)
-    return found
+            caches[f"kv_cache_k_{index}"] = torch.zeros(1, heads, CACHE, attention.head_dim)
+            caches[f"kv_cache_v_{index}"] = torch.zeros(1, heads, attention.head_dim, CACHE)
+    return caches
 
 
 def export(signatures: Mapping[str, tuple[nn.Module, Mapping[str, Tensor]]], path: Path) -> None:
@@ -248,19 +248,19 @@ def _cut_text(tokens: Tensor, start: int, length: int) -> Tensor:
 @torch.no_grad()
 def make_base_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
     """Inputs of a ``count``-token step of an :func:`make_exportable` base after no, some and many tokens."""
-    step, found = BaseStep(model, with_logits=False), []
+    step, feeds = BaseStep(model, with_logits=False), []
     for start, history in ((0, 0), (300, 21), (900, 96)):
         ids, caches = _cut_text(tokens, start, history + count), make_caches(model)
         if history:
             caches = step(**feed_base(model, ids[:, :history], 0, caches))
-        found.append(feed_base(model, ids[:, history:], history, caches))
-    return found
+        feeds.append(feed_base(model, ids[:, history:], history, caches))
+    return feeds
 
 
 @torch.no_grad()
 def make_drafter_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, count: int) -> list[dict[str, Tensor]]:
     """Inputs of a draft step after ``count`` texts of different lengths, by an :func:`make_exportable` base."""
-    step, found = BaseStep(model, with_logits=True), []
+    step, feeds = BaseStep(model, with_logits=True), []
     for index in range(count):
         position = 2 + (index * 37) % (CACHE - 8)
         ids = _cut_text(tokens, index * 1000, position + 1)
@@ -274,5 +274,5 @@ def make_drafter_inputs(model: Gemma4ForConditionalGeneration, tokens: Tensor, c
         }
         inputs["param_tensor"][..., 1:3] = position
         inputs |= {f"kv_cache_{which}_{n}": run[f"kv_cache_{which}_{n}"] for n in KV_LAYERS.values() for which in "kv"}
-        found.append(inputs)
-    return found
+        feeds.append(inputs)
+    return feeds

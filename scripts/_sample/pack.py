@@ -99,10 +99,10 @@ def publish(path: Path, weights: Inputs) -> None:
     for name, weight in weights.items():
         if (known := name_published(name)) is None:
             continue
-        found = [index for index, value in constants.items() if np.array_equal(value, weight)]
-        if len(found) != 1:
-            raise ValueError(f"{name}: expected one constant of the float model to hold it, found {len(found)}")
-        graph.tensors[found[0]].name, results[found[0]] = known[0].encode(), known[1]
+        indices = [index for index, value in constants.items() if np.array_equal(value, weight)]
+        if len(indices) != 1:
+            raise ValueError(f"{name}: expected one constant of the float model to hold it, found {len(indices)}")
+        graph.tensors[indices[0]].name, results[indices[0]] = known[0].encode(), known[1]
     for operator in graph.operators:
         for operand in set(operator.inputs) & results.keys():
             graph.tensors[operator.outputs[0]].name = results[operand].encode()

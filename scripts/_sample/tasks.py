@@ -53,10 +53,10 @@ def recall(draw: random.Random, code: Sequence[str]) -> Task:
     """Keys with two digits, an insertion, and keys to look up in an order of their own."""
     keys = draw.sample(LETTERS, draw.randint(8, 14))
     entries = {key: "".join(draw.choices(DIGITS, k=2)) for key in keys}
-    asked = draw.sample(keys, draw.randint(6, len(keys)))
+    questions = draw.sample(keys, draw.randint(6, len(keys)))
     insertion = _cut_excerpt(draw, code, draw.randint(20, 60))
-    prompt = ["recall", *(f"{key}{value}" for key, value in entries.items()), *insertion, "".join(asked)]
-    return Task("recall", "\n".join(prompt), "\n".join(f"{key}{entries[key]}" for key in asked))
+    prompt = ["recall", *(f"{key}{value}" for key, value in entries.items()), *insertion, "".join(questions)]
+    return Task("recall", "\n".join(prompt), "\n".join(f"{key}{entries[key]}" for key in questions))
 
 
 def repeat(draw: random.Random, code: Sequence[str]) -> Task:
