@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from mtp_extract.architecture.config import RopeConfig
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
-from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
+from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, compute_angles, rotate
 from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart, gather_positions
 
 
@@ -48,41 +48,41 @@ class Eagle3Layer(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def read(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+    def concat_inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """What attention reads, [..., 2 · width], of both [..., width]."""
         return torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
 
-    def queries(self, x: Tensor, by: Angles) -> Tensor:
+    def project_queries(self, x: Tensor, by: Angles) -> Tensor:
         """Queries by group, rotated, F32 [batch, queries, KV heads, heads a group, head_dim]."""
         batch, queries, _ = x.shape
-        heads = turn(self.q_proj(x).view(batch, queries, -1, self.config.head_dim), by)
+        heads = rotate(self.q_proj(x).view(batch, queries, -1, self.config.head_dim), by)
         return heads.view(batch, queries, self.config.num_kv_heads, -1, self.config.head_dim).float()
 
-    def keys_values(self, x: Tensor, by: Angles) -> KV:
+    def project_keys_values(self, x: Tensor, by: Angles) -> KV:
         """K, rotated, and V, F32 [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
         shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
-        return turn(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
+        return rotate(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
 
     def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
         """One position of every query: [batch, queries, width], before the final norm.
 
         Args:
-            x: of :meth:`read`, [batch, queries, 2 · width].
+            x: of :meth:`concat_inputs`, [batch, queries, 2 · width].
             residual: where the residual stream begins, [batch, queries, width].
             by: the rotation of the queries.
             cache, visible, step_kv: as of :class:`Eagle3State`; ``step_kv`` with this step's.
         """
-        h = residual + self._attention(x, by, cache, visible, step_kv)
+        h = residual + self._attend(x, by, cache, visible, step_kv)
         y = self.post_attention_norm(h)
         out: Tensor = h + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
         return out
 
-    def _attention(self, x: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
+    def _attend(self, x: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
         """[batch, queries, width]: attention over verified slots and the round's own steps, in one softmax.
 
         In the products b is the batch, l a query, k a KV head, g a query head of its group, s a slot, t a step.
         """
-        q = self.queries(x, by) * self.config.head_dim**-0.5
+        q = self.project_queries(x, by) * self.config.head_dim**-0.5
         keys, values = cache
         step_keys, step_values = step_kv
         cache_scores = torch.einsum("blkgd,bskd->blkgs", q, keys).masked_fill(~visible[:, :, None, None], -math.inf)
@@ -111,11 +111,11 @@ class Eagle3State:
     def fork(self, width: int) -> Eagle3State:
         """Go on from each query ``width`` times, each with K and V of its own steps."""
 
-        def repeated(part: Tensor) -> Tensor:
+        def repeat(part: Tensor) -> Tensor:
             return part.repeat_interleave(width, 1)
 
-        step_kv = self.step_kv and (repeated(self.step_kv[0]), repeated(self.step_kv[1]))
-        hidden, positions, visible = map(repeated, (self.hidden, self.positions, self.visible))
+        step_kv = self.step_kv and (repeat(self.step_kv[0]), repeat(self.step_kv[1]))
+        hidden, positions, visible = map(repeat, (self.hidden, self.positions, self.visible))
         return replace(self, hidden=hidden, positions=positions, visible=visible, step_kv=step_kv)
 
 
@@ -195,25 +195,25 @@ class Eagle3Drafter(DrafterNetwork):
         positions = base.fed.positions.to(device) - 1  # those of the states that tokens are read beside
         if base.previous is None:
             # The token at position 0 has no state before it.
-            cache = self._keys_values(embedded[:, 1:], states[:, :-1], positions[:, 1:])
+            cache = self._compute_keys_values(embedded[:, 1:], states[:, :-1], positions[:, 1:])
             first = positions[:, :1] + 1
         else:
             states = torch.cat((base.previous.hidden, states), dim=1)
-            cache = _append(base.previous.cache, self._keys_values(embedded, states[:, :-1], positions), dim=1)
+            cache = _append(base.previous.cache, self._compute_keys_values(embedded, states[:, :-1], positions), dim=1)
             first = positions[:, :1]
         newest = base.positions.to(device) - 1  # [B, Q]
         visible = torch.arange(cache[0].shape[1], device=device) < newest[..., None]  # [B, Q, S]
         return Eagle3State(embed, gather_positions(states, newest - first), newest, cache, visible)
 
-    def _keys_values(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> KV:
-        by = angles(positions, self.config.head_dim, self.rope)
-        return self.layer.keys_values(self.layer.read(embedding, hidden), by)
+    def _compute_keys_values(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> KV:
+        by = compute_angles(positions, self.config.head_dim, self.rope)
+        return self.layer.project_keys_values(self.layer.concat_inputs(embedding, hidden), by)
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
         """What comes out takes the place of the fused state in the next step."""
-        x = self.layer.read(state.embed(token.to(state.hidden.device)), state.hidden)
-        by = angles(state.positions, self.config.head_dim, self.rope)
-        keys, values = self.layer.keys_values(x, by)
+        x = self.layer.concat_inputs(state.embed(token.to(state.hidden.device)), state.hidden)
+        by = compute_angles(state.positions, self.config.head_dim, self.rope)
+        keys, values = self.layer.project_keys_values(x, by)
         step_kv = keys[:, :, None], values[:, :, None]
         if state.step_kv is not None:
             step_kv = _append(state.step_kv, step_kv, dim=2)

@@ -34,7 +34,9 @@ def load_any(
     """
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     config = checkpoint.config
-    network: Network = with_weights(architecture_of(config).network_class(), config, _state(checkpoint, dtype, device))
+    network: Network = with_weights(
+        architecture_of(config).network_class(), config, _build_state_dict(checkpoint, dtype, device)
+    )
     return network
 
 
@@ -43,10 +45,12 @@ def load_drafter(
 ) -> MtpDrafter:
     """As :func:`load_any`, of an MTP drafter; another is an UnsupportedError."""
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
-    return with_weights(MtpDrafter, checkpoint.mtp, _state(checkpoint, dtype, device))
+    return with_weights(MtpDrafter, checkpoint.mtp, _build_state_dict(checkpoint, dtype, device))
 
 
-def _state(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+def _build_state_dict(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str
+) -> dict[str, Tensor]:
     """Every weight, by the path of its module. Roles that are one stored constant stay one tensor."""
     computed = dtype or getattr(torch, DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype].transformers)
     if computed not in (torch.float32, torch.bfloat16):

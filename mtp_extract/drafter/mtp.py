@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedHeadConfig
-from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, angles, turn
+from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, compute_angles, rotate
 from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart
 
 _ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
@@ -109,10 +109,10 @@ class MtpLayer(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1))
         self.layer_scalar: Tensor
 
-    def attention(self, x: Tensor, view: AttentionInput) -> Tensor:
+    def attend(self, x: Tensor, view: AttentionInput) -> Tensor:
         batch, queries, _ = x.shape
         heads, width = self.layer.num_kv_heads, self.layer.head_dim
-        q = turn(self.q_norm(self.q_proj(x).view(batch, queries, -1, width)), view.angles).float()
+        q = rotate(self.q_norm(self.q_proj(x).view(batch, queries, -1, width)), view.angles).float()
         # All heads of a group and all queries look at the same K and V: they are rows of one product.
         rows = q.view(batch, queries, heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G · L, D]
         mixed = functional.scaled_dot_product_attention(
@@ -123,7 +123,7 @@ class MtpLayer(nn.Module):
         return out
 
     def forward(self, h: Tensor, view: AttentionInput) -> Tensor:
-        h = h + self.post_attention_norm(self.attention(self.pre_attention_norm(h), view))
+        h = h + self.post_attention_norm(self.attend(self.pre_attention_norm(h), view))
         x = self.pre_ffw_norm(h)
         gated = functional.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)
         h = h + self.post_ffw_norm(self.down_proj(gated))
@@ -210,13 +210,13 @@ class MtpDrafter(DrafterNetwork):
         for layer in dict.fromkeys(self.config.layers):
             keys, values = (part.to(device, torch.float32).contiguous() for part in shared_kv[layer.layer_type])
             heads_a_group = self.config.num_heads // layer.num_kv_heads
-            bias = None if masks is None else _bias(masks[layer.layer_type].to(device), heads_a_group)
-            by = angles(position_ids.to(device), layer.head_dim, layer.rope)
+            bias = None if masks is None else _build_bias(masks[layer.layer_type].to(device), heads_a_group)
+            by = compute_angles(position_ids.to(device), layer.head_dim, layer.rope)
             view_of[layer] = AttentionInput(keys, values, bias, by)
         return tuple(view_of[layer] for layer in self.config.layers)
 
 
-def _bias(visible: Tensor, heads_a_group: int) -> Tensor:
+def _build_bias(visible: Tensor, heads_a_group: int) -> Tensor:
     """:attr:`AttentionInput.bias` of ``visible``, bool [batch, 1 or queries, slots]."""
     bias = torch.where(visible[:, None], 0.0, torch.finfo(torch.float32).min)
     return bias.repeat(1, 1, heads_a_group, 1) if bias.shape[2] > 1 else bias

@@ -46,7 +46,7 @@ class Angles(NamedTuple):
     sine: Tensor
 
 
-def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
+def compute_angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
     """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
 
     Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation leaves the
@@ -61,7 +61,7 @@ def angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
     return Angles(torch.cat((angle.cos(),) * 2, dim=-1), torch.cat((-sine, sine), dim=-1))
 
 
-def turn(x: Tensor, by: Angles) -> Tensor:
+def rotate(x: Tensor, by: Angles) -> Tensor:
     """``x`` [batch, queries, heads, head_dim], rotated."""
     wide = x.float()
     return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)

@@ -225,11 +225,11 @@ def own_files(directory: Path, format_: Format) -> set[str]:
     Raises:
         CheckpointError: its weights are in no file, or not in all that they should be in.
     """
-    from mtp_extract.formats.reading import INDEX_ENDING, weight_files
+    from mtp_extract.formats.reading import INDEX_ENDING, find_weight_files
 
     if "*" in format_.weights_file:
         return {min((path.name for path in directory.glob(format_.weights_file)), default=format_.weights_file)}
-    weights = {path.name for path in weight_files(directory, format_.weights_file)}
+    weights = {path.name for path in find_weight_files(directory, format_.weights_file)}
     return {format_.marker, f"{format_.weights_file}{INDEX_ENDING}", *weights, *format_.further_files}
 
 

@@ -34,8 +34,8 @@ from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import (
     GENERATION,
     GENERATION_FILE,
+    build_assistant_config,
     compare_documents,
-    config_document,
     parse_config,
 )
 from mtp_extract.litertlm.storage import Floats, Packing
@@ -51,7 +51,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """How a matrix is packed."""
 
     module: str  # before the names of its tensors
@@ -69,11 +69,11 @@ class DirectoryFormat:
     # What stands behind a module's name for its matrix's codes, and their type: in U8, codes of 8 bits are I8.
     codes: tuple[str, str] = ("", "")
     # What stands there for its other tensors, the scales first → these, made of scales, float32 [out, in / group].
-    arrays: Callable[[Packed, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
+    arrays: Callable[[PackedMatrix, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
     # What stands there for the static scales of what goes into a matrix and comes out, 0 where there are none.
     static: tuple[str, ...] = ()
     # The configuration's entry, of the modules that are packed and the matrices that stay in floats.
-    document: Callable[[Mapping[str, Packed], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
+    document: Callable[[Mapping[str, PackedMatrix], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
     # Neighbouring elements of a row that may share a scale, the longest first; None for a whole row of any length.
     groups: tuple[int | None, ...] = ()
     unfit: str = ""  # why no other block of {block} elements is held, and what holds it
@@ -111,27 +111,27 @@ class DirectoryFormat:
             raise NoCodesError("it has negative scales (gguf holds them)")
         if self.floats_head_for and role.name == HEAD:
             raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
-        if self._group_of(codes) is None:
+        if self._choose_group_size(codes) is None:
             raise NoCodesError(self.unfit.format(block=codes.steps.block))
 
-    def _groups(self, row: int) -> tuple[int, ...]:
+    def _list_group_sizes(self, row: int) -> tuple[int, ...]:
         """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
         return tuple(group or row for group in self.groups)
 
-    def _group_of(self, codes: Weight) -> int | None:
+    def _choose_group_size(self, codes: Weight) -> int | None:
         """How many share one where ``codes`` are held; None where they cannot be."""
-        return next((group for group in self._groups(codes.columns) if codes.steps.block % group == 0), None)
+        return next((group for group in self._list_group_sizes(codes.columns) if codes.steps.block % group == 0), None)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
         stored = store_all(self.store, checkpoint, dtype)
         config = checkpoint.mtp
-        packed = self._packed_as_stored(config, stored)
-        names = self._names(config, packed)
+        packed = self._plan_packing(config, stored)
+        names = self._name_tensors(config, packed)
         roles = {name: role.name for role, name in names.items() if role.name not in packed}
         tensors = tuple(self._plan_tensors(checkpoint, stored, packed))
         metadata = {"format": self.header, "mtp_extract": __version__}
-        notes = tuple(_notes(checkpoint, packed)) if self.static else ()
-        document = self._document(config, packed, DTYPES["f32" if self.key else dtype].transformers)
+        notes = tuple(_describe_static_scales(checkpoint, packed)) if self.static else ()
+        document = self._build_config(config, packed, DTYPES["f32" if self.key else dtype].transformers)
         files = (
             OutputFile(self.weights_file, tensors, metadata=metadata, notes=notes),
             OutputFile(self.marker, text=json_text(document)),
@@ -140,22 +140,22 @@ class DirectoryFormat:
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def _plan_tensors(
-        self, checkpoint: Checkpoint, stored: Mapping[str, StoredAs], packed: Mapping[str, Packed]
+        self, checkpoint: Checkpoint, stored: Mapping[str, StoredAs], packed: Mapping[str, PackedMatrix]
     ) -> Iterator[PlannedTensor]:
-        for role, name in self._names(checkpoint.mtp, packed).items():
+        for role, name in self._name_tensors(checkpoint.mtp, packed).items():
             if role.name in packed:
                 activations = checkpoint.activations.get(role.name, (None, None))
                 yield from self._plan_matrix(stored[role.name].weight, packed[role.name], activations)
             else:
                 yield stored[role.name].tensor(name)
 
-    def _packed_as_stored(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, Packed]:
+    def _plan_packing(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, PackedMatrix]:
         """How each matrix is packed whose codes are stored, by role; UnsupportedError where that cannot be."""
         codes = {role: stored_as.weight for role, stored_as in stored.items() if stored_as.how == CODES}
         packed = {
-            role.name: Packed(name.removesuffix(_WEIGHT), weight.shape, weight.bits, group)
-            for role, name in self._names(config, codes).items()
-            if (weight := codes.get(role.name)) and (group := self._group_of(weight))
+            role.name: PackedMatrix(name.removesuffix(_WEIGHT), weight.shape, weight.bits, group)
+            for role, name in self._name_tensors(config, codes).items()
+            if (weight := codes.get(role.name)) and (group := self._choose_group_size(weight))
         }
         if self.key and not packed:
             raise UnsupportedError(
@@ -170,22 +170,24 @@ class DirectoryFormat:
             )
         return packed
 
-    def _names(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
+    def _name_tensors(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
         """The tensor of every role; the tensors of a packed matrix have other endings."""
         names = {role: role.names["transformers"] for role in shapes_of(config)}
         own_head = self.unties and HEAD in packed
         return {role: f"{HEAD}{_WEIGHT}" if role.name == HEAD and own_head else name for role, name in names.items()}
 
-    def _document(self, config: DrafterConfig, packed: Mapping[str, Packed], dtype: str) -> dict[str, Any]:
+    def _build_config(self, config: DrafterConfig, packed: Mapping[str, PackedMatrix], dtype: str) -> dict[str, Any]:
         """``config.json`` of a drafter, some of whose roles are ``packed``."""
-        document = config_document(config, dtype, tied=not (self.unties and HEAD in packed))
+        document = build_assistant_config(config, dtype, tied=not (self.unties and HEAD in packed))
         if packed:
-            matrices = {role.name: name for role, name in self._names(config, packed).items() if role.kind == MATRIX}
+            matrices = {
+                role.name: name for role, name in self._name_tensors(config, packed).items() if role.kind == MATRIX
+            }
             floats = [name.removesuffix(_WEIGHT) for role, name in matrices.items() if role not in packed]
             document[self.key] = self.document({how.module: how for how in packed.values()}, floats)
         return document
 
-    def _parts(self, how: Packed) -> reading.ExpectedTensors:
+    def _list_matrix_tensors(self, how: PackedMatrix) -> reading.ExpectedTensors:
         """The tensors that hold a matrix, by what their names add to the module's: its codes, its scales, the rest."""
         (suffix, dtype), (rows, columns) = self.codes, how.shape
         if how.bits == 8 and dtype == "U8":
@@ -203,9 +205,9 @@ class DirectoryFormat:
             parts[name] = (planned.shape, reading.FLOAT_DTYPES if is_any_float else (planned.dtype,))
         return parts
 
-    def _plan_matrix(self, codes: Weight, how: Packed, activations: Activations) -> Iterator[PlannedTensor]:
+    def _plan_matrix(self, codes: Weight, how: PackedMatrix, activations: Activations) -> Iterator[PlannedTensor]:
         """The tensors of a matrix: its codes, some rows at a time, and what lies beside them."""
-        suffix, (shape, (dtype,)) = next(iter(self._parts(how).items()))
+        suffix, (shape, (dtype,)) = next(iter(self._list_matrix_tensors(how).items()))
 
         def rows(first: int, last: int) -> Rows:
             some = codes.codes(first, last)
@@ -222,14 +224,14 @@ class DirectoryFormat:
         stored = reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
             config = parse_config(document)
-            packed = self._packed(config, stored)
-            written = self._document(config, packed, "")
-        expected = self._expected(config, packed)
+            packed = self._detect_packing(config, stored)
+            written = self._build_config(config, packed, "")
+        expected = self._list_expected_tensors(config, packed)
         # What a quantization is called says more than the tensors that are not as expected; codes say more than names.
         if packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
-        unread = compare_documents(directory, self._comparable(document, packed), config, written)
-        unread += reading.unread_index(directory, self.weights_file, stored)
+        unread = compare_documents(directory, self._normalize_config(document, packed), config, written)
+        unread += reading.find_index_conflicts(directory, self.weights_file, stored)
         if not packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
 
@@ -240,27 +242,30 @@ class DirectoryFormat:
         )
 
     def _read_tensors(
-        self, config: DrafterConfig, packed: Mapping[str, Packed], stored: reading.Tensors
+        self, config: DrafterConfig, packed: Mapping[str, PackedMatrix], stored: reading.Tensors
     ) -> tuple[dict[str, Weight], dict[str, Activations]]:
         """By role: its weight, and the static quantization beside a packed matrix that has any."""
         matrices = {role: self._read_matrix(how, stored) for role, how in packed.items()}
         tensors = {
             role.name: matrices[role.name][0] if role.name in matrices else Stored(*stored[name], name)
-            for role, name in self._names(config, packed).items()
+            for role, name in self._name_tensors(config, packed).items()
         }
         return tensors, {role: pair for role, (_, pair) in matrices.items() if any(pair)}
 
-    def _packed(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, Packed]:
+    def _detect_packing(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, PackedMatrix]:
         """How each matrix that is packed is, by role."""
         if not self.key:
             return {}
         shapes = shapes_of(config)
         own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
-        matrices = {role: name for role, name in self._names(config, own_head).items() if role.kind == MATRIX}
-        packed = {r.name: self._found(name.removesuffix(_WEIGHT), shapes[r], stored) for r, name in matrices.items()}
+        matrices = {role: name for role, name in self._name_tensors(config, own_head).items() if role.kind == MATRIX}
+        packed = {
+            r.name: self._detect_matrix_packing(name.removesuffix(_WEIGHT), shapes[r], stored)
+            for r, name in matrices.items()
+        }
         return {role: how for role, how in packed.items() if how is not None}
 
-    def _comparable(self, document: Mapping[str, Any], packed: Mapping[str, Packed]) -> dict[str, Any]:
+    def _normalize_config(self, document: Mapping[str, Any], packed: Mapping[str, PackedMatrix]) -> dict[str, Any]:
         """``document`` with its entry of packed modules in the form in which it is written here."""
         entry = document.get(self.key)
         if not isinstance(entry, Mapping) or not packed:
@@ -271,34 +276,38 @@ class DirectoryFormat:
             del in_full["quantization_config"]
         return in_full
 
-    def _expected(self, config: DrafterConfig, packed: Mapping[str, Packed]) -> reading.ExpectedTensors:
+    def _list_expected_tensors(
+        self, config: DrafterConfig, packed: Mapping[str, PackedMatrix]
+    ) -> reading.ExpectedTensors:
         """Every tensor of a drafter, some of whose roles are ``packed``."""
         shapes = shapes_of(config)
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-        for role, name in self._names(config, packed).items():
+        for role, name in self._name_tensors(config, packed).items():
             if how := packed.get(role.name):
-                expected |= {how.module + suffix: part for suffix, part in self._parts(how).items()}
+                expected |= {how.module + suffix: part for suffix, part in self._list_matrix_tensors(how).items()}
             else:
                 expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES
         return expected
 
-    def _found(self, module: str, shape: tuple[int, ...], stored: reading.Tensors) -> Packed | None:
+    def _detect_matrix_packing(
+        self, module: str, shape: tuple[int, ...], stored: reading.Tensors
+    ) -> PackedMatrix | None:
         """How ``module``, a matrix [out, in], is packed, by the shapes of its codes and scales; None if it is not."""
-        for bits, group in product((2, 4, 8), self._groups(shape[1])):
-            how = Packed(module, shape, bits, group)
+        for bits, group in product((2, 4, 8), self._list_group_sizes(shape[1])):
+            how = PackedMatrix(module, shape, bits, group)
             if shape[1] % group == 0 and all(
                 module + suffix in stored and stored[module + suffix][1].shape == part_shape
-                for suffix, (part_shape, _) in list(self._parts(how).items())[:2]
+                for suffix, (part_shape, _) in list(self._list_matrix_tensors(how).items())[:2]
             ):
                 return how
         return None
 
-    def _read_matrix(self, how: Packed, stored: reading.Tensors) -> tuple[Weight, Activations]:
+    def _read_matrix(self, how: PackedMatrix, stored: reading.Tensors) -> tuple[Weight, Activations]:
         """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here,
         and where that is damaged, CheckpointError raised."""
-        suffix, *others = self._parts(how)
+        suffix, *others = self._list_matrix_tensors(how)
         path, codes = stored[how.module + suffix]
-        arrays = {name: _array(*stored[how.module + name]) for name in others}
+        arrays = {name: _read_small_tensor(*stored[how.module + name]) for name in others}
         scales = arrays[others[0]]
         place = f"{escape(path)}: {escape(how.module)}"
 
@@ -320,12 +329,14 @@ class DirectoryFormat:
             # MLX's own quantization rounds scales and offsets, so that 0 is no code.
             return Weight(how.shape, floats), (None, None)
         self._check_arrays(place, how, scales, arrays)
-        static = [_static_activation(place, float(arrays[name])) for name in self.static]
+        static = [_build_activation(place, float(arrays[name])) for name in self.static]
         steps = Steps.around_zero(how.group, scales).by_row()
         weight = Weight(how.shape, rows, Packing(how.bits, True), steps, origin=(path, codes.offset))
         return weight, (static[0], static[1]) if static else (None, None)
 
-    def _check_arrays(self, place: str, how: Packed, scales: Floats, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    def _check_arrays(
+        self, place: str, how: PackedMatrix, scales: Floats, arrays: Mapping[str, npt.NDArray[Any]]
+    ) -> None:
         """Raise CheckpointError where the scales at ``place`` are damaged, or what is made of them is not so made."""
         with np.errstate(over="ignore", invalid="ignore"):
             sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
@@ -344,13 +355,13 @@ def _require(sound: bool, place: str, what: str) -> None:
         raise CheckpointError(f"{place}: expected {what}. Extract the drafter anew.")
 
 
-def _static_activation(place: str, scale: float) -> Activation | None:
+def _build_activation(place: str, scale: float) -> Activation | None:
     """The quantization by a stored ``scale``; None where that is 0, which stands for none."""
     _require(0 <= scale < np.inf, place, f"a scale of activations that is finite and not negative, found {scale}")
     return Activation("int8", scale, 0) if scale else None
 
 
-def _array(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
+def _read_small_tensor(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
     """All of a small tensor, in float32 where it is of floats."""
     is_narrow = tensor.dtype in reading.FLOAT_DTYPES and tensor.dtype != "F32"
     return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
@@ -363,7 +374,7 @@ def static_scale(activation: Activation | None) -> float:
     return activation.scale
 
 
-def _notes(checkpoint: Checkpoint, packed: Mapping[str, Packed]) -> Iterator[str]:
+def _describe_static_scales(checkpoint: Checkpoint, packed: Mapping[str, PackedMatrix]) -> Iterator[str]:
     """What a user should know of the static scales of activations."""
     static = {role: [a for a in pair if a] for role, pair in checkpoint.activations.items() if any(pair)}
     lost = [role for role, pair in static.items() if role not in packed or not all(map(static_scale, pair))]

@@ -77,7 +77,7 @@ class HeadFormat:
     name: str
     document: Callable[[Eagle3Config, str], Mapping[str, Any]]  # of a head whose weights have this transformers dtype
     # What a parsed configuration says, all keys that are read at the top level; CheckpointError where one is missing.
-    flat: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     # What engines make of a head, by its config.json: an engine, and why it takes the head for another.
     list_findings: Callable[[Mapping[str, Any], Eagle3Config], Iterator[tuple[str, str]]]
     marker: str = "config.json"
@@ -95,9 +95,9 @@ class HeadFormat:
         tensors = [stored[role].tensor(name) for name, role in roles.items()]
         if config.reduced:
             # What trainers ask for, and engines skip.
-            tensors.append(plan_array(_T2D, _marks(config, stored[_D2T].weight.indices())))
+            tensors.append(plan_array(_T2D, _mark_draft_tokens(config, stored[_D2T].weight.indices())))
         document = self.document(config, DTYPES[dtype].transformers)
-        findings = self.findings(document, config)
+        findings = self.build_findings(document, config)
         self._require_no_errors(findings)
         files = (
             OutputFile(self.weights_file, tuple(tensors), notes=tuple(map(str, findings))),
@@ -118,15 +118,15 @@ class HeadFormat:
         document = read_object(path)
         stored = reading.read_weights(directory, self.weights_file)
         with reading.naming(path):
-            config = _config(self.flat(document), own_embedding=_EMBED in stored)
+            config = _parse_head_config(self.flatten(document), own_embedding=_EMBED in stored)
         written = self.document(config, "")
         unread = compare_document(path, document, written, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
-        unread += reading.unread_index(directory, self.weights_file, stored)
+        unread += reading.find_index_conflicts(directory, self.weights_file, stored)
         self._check_tensors(directory / self.weights_file, config, stored)
         tensors: dict[str, Weight] = {
             role.name: Stored(*stored[role.names[self.name]], role.names[self.name]) for role in shapes_of(config)
         }
-        findings = self.findings(document, config)
+        findings = self.build_findings(document, config)
         dtype = common_dtype(tensors.values())
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread, findings=findings)
 
@@ -141,13 +141,13 @@ class HeadFormat:
         reading.check_tensors(path, expected, stored, more)
         _check_vocabulary(path, config, stored)
 
-    def findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
+    def build_findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
         """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
         entries = self.list_findings(document, config)
         return tuple(Finding(engine, what, engine in (VLLM, SGLANG)) for engine, what in entries)
 
 
-def _findings_of_eagle3(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
+def _list_eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
     """Of SpecForge's layout: the engine, and why it takes the head for another."""
     if not document.get(_IDS):
         what = f"{_IDS} is not at the top level, and it takes"
@@ -167,7 +167,7 @@ def _findings_of_eagle3(document: Mapping[str, Any], config: Eagle3Config) -> It
         yield LLAMA_CPP, _FED_BACK
 
 
-def _findings_of_speculators(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
+def _list_speculators_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
     """The same of the speculators library's layout."""
     if config.norm_output:
         yield LLAMA_CPP, _FED_BACK
@@ -178,7 +178,7 @@ def _findings_of_speculators(document: Mapping[str, Any], config: Eagle3Config) 
         yield MLX_VLM, "it takes the best token of the head's vocabulary for the base's best: the text changes"
 
 
-def _llama_document(config: Eagle3Config) -> dict[str, Any]:
+def _build_llama_config(config: Eagle3Config) -> dict[str, Any]:
     """The keys of a Llama configuration, RoPE flat."""
     return {
         "attention_bias": False,
@@ -202,11 +202,11 @@ def _llama_document(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _eagle3_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def _build_eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **({_BASE: config.base} if config.base else {}),
-        **_llama_document(config),
+        **_build_llama_config(config),
         **{key: getattr(config, field) for key, field in _FLAGS.items()},
         "dtype": dtype,
         _IDS: list(config.base_layers),
@@ -214,7 +214,7 @@ def _eagle3_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     }
 
 
-def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def _build_speculators_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -228,7 +228,7 @@ def _speculators_document(config: Eagle3Config, dtype: str) -> dict[str, Any]:
             "verifier": {"name_or_path": config.base, "architectures": []},
         },
         "tie_word_embeddings": False,
-        _LLAMA: {"architectures": ["LlamaForCausalLM"], **_llama_document(config)},
+        _LLAMA: {"architectures": ["LlamaForCausalLM"], **_build_llama_config(config)},
     }
 
 
@@ -254,7 +254,7 @@ class _Speculators(Struct):
     norm_before_residual: bool  # speculators takes false where there is none, vLLM true
 
 
-class _Flat(Struct):
+class _FlatFields(Struct):
     """Of all keys at the top level those that are read."""
 
     model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
@@ -277,7 +277,7 @@ class _Flat(Struct):
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
 
-    def base_layers(self) -> tuple[int, ...]:
+    def find_base_layers(self) -> tuple[int, ...]:
         """The layers whose incoming states are read; CheckpointError where neither key says them."""
         leaving = (self.eagle_config and self.eagle_config.eagle_aux_hidden_state_layer_ids) or []
         layers = self.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
@@ -287,7 +287,7 @@ class _Flat(Struct):
             )
         return tuple(layers)
 
-    def theta(self) -> float:
+    def find_rope_theta(self) -> float:
         """Base of the frequencies, in whichever form it stands; CheckpointError where it is missing."""
         theta = self.rope_parameters.rope_theta if self.rope_parameters else self.rope_theta
         if theta is None:
@@ -297,7 +297,7 @@ class _Flat(Struct):
         return theta
 
 
-def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_speculators_config(document: Mapping[str, Any]) -> dict[str, Any]:
     """What a ``speculators`` configuration says, as the other layout has it."""
     llama = reading.fields_of(document, _Speculators).transformer_layer_config
     verifier = document.get("speculators_config")
@@ -306,9 +306,9 @@ def _flat_speculators(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**llama, **{key: document[key] for key in (_IDS, *_FLAGS) if key in document}, _BASE: verifier}
 
 
-def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
+def _parse_head_config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
     """The head that ``flat`` keys describe, beside which a table of embeddings lies or does not."""
-    fields = reading.fields_of(flat, _Flat)
+    fields = reading.fields_of(flat, _FlatFields)
     base = flat.get(_BASE)
     flags = {name: bool(getattr(fields, name)) for name in _NORMS}
     if fields.eagle_config and fields.eagle_config.norm_before_fc is not None:
@@ -319,8 +319,8 @@ def _config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
         num_heads=fields.num_attention_heads,
         num_kv_heads=fields.num_key_value_heads or fields.num_attention_heads,
         head_dim=fields.head_dim or max(fields.hidden_size // fields.num_attention_heads, 1),
-        base_layers=fields.base_layers(),
-        rope_theta=fields.theta(),
+        base_layers=fields.find_base_layers(),
+        rope_theta=fields.find_rope_theta(),
         own_embedding=own_embedding,
         # A path of whoever trained means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
@@ -352,9 +352,11 @@ _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """What the Llama configuration and the keys beside it may say otherwise than they are written here."""
 
-EAGLE = HeadFormat("eagle3", _eagle3_document, dict, _findings_of_eagle3)
+EAGLE = HeadFormat("eagle3", _build_eagle3_config, dict, _list_eagle3_findings)
 
-SPECULATORS = HeadFormat("speculators", _speculators_document, _flat_speculators, _findings_of_speculators)
+SPECULATORS = HeadFormat(
+    "speculators", _build_speculators_config, _flatten_speculators_config, _list_speculators_findings
+)
 
 
 def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
@@ -365,15 +367,17 @@ def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors)
     each_once = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
     if not each_once or (mapping.any() and not config.reduced):
         what = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
-        raise reading.mismatch(
+        raise reading.build_mismatch_error(
             path, [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
         )
-    marks = _marks(config, mapping)
+    marks = _mark_draft_tokens(config, mapping)
     if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
-        raise reading.mismatch(path, [f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"])
+        raise reading.build_mismatch_error(
+            path, [f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"]
+        )
 
 
-def _marks(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _mark_draft_tokens(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Which of the base's tokens the head can propose; ``mapping`` is d2t, the differences to its own tokens."""
     marks = np.zeros(config.vocab_size, np.bool_)
     marks[mapping + np.arange(config.draft_vocab_size)] = True

@@ -108,7 +108,7 @@ class GgufFormat:
             return store_floats(weight, dtype, "floats were asked for")
         try:
             codes = row_codes(weight)
-            halves = _halved_scales(codes)
+            halves = _round_scales_to_f16(codes)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
         if (halves == codes.steps.size).all():
@@ -123,14 +123,14 @@ class GgufFormat:
             _plan_blocks(name, stored[role].weight) if stored[role].how == CODES else stored[role].tensor(name)
             for name, role in roles.items()
         ]
-        if (factors := _frequency_factors(config)).size:
+        if (factors := _compute_frequency_factors(config)).size:
             tensors.append(plan_array(_ROPE, factors))
         # The type that most matrices have names the file.
         most = max(_FILE_TYPES, key=[tensor.dtype for tensor in tensors if len(tensor.shape) > 1].count)
         file = OutputFile(
-            f"mtp-{_base_of(checkpoint.provenance)}-{most}.gguf",
+            f"mtp-{_derive_base_name(checkpoint.provenance)}-{most}.gguf",
             tuple(tensors),
-            metadata=_all_keys(checkpoint.provenance, config, most),
+            metadata=_build_metadata(checkpoint.provenance, config, most),
             notes=(_EXACT_GELU,) if config.hidden_activation == "gelu" else (),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
@@ -143,13 +143,15 @@ class GgufFormat:
         metadata, stored = read_gguf(path)
         factors = Stored(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
         with reading.naming(path):
-            config = _checked_config(metadata, stored, factors)
-            expected_keys = _metadata(config)
+            config = _read_config(metadata, stored, factors)
+            expected_keys = _build_shape_keys(config)
         unread = _compare_keys(path, metadata, expected_keys)
 
-        _check_places(path, config, stored, factors)
+        _check_tensors(path, config, stored, factors)
         roles = shapes_of(config)
-        tensors = {role.name: _weight(path, stored[role.names[self.name]], role.names[self.name]) for role in roles}
+        tensors = {
+            role.name: _build_weight(path, stored[role.names[self.name]], role.names[self.name]) for role in roles
+        }
         matrices = [tensors[role.name] for role in roles if role.kind == MATRIX]
         dtype = common_dtype(weight for weight in matrices if weight.scheme is None)
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread)
@@ -158,7 +160,7 @@ class GgufFormat:
 GGUF = GgufFormat()
 
 
-def _halved_scales(codes: Weight) -> Floats:
+def _round_scales_to_f16(codes: Weight) -> Floats:
     """The scales of ``codes``, rounded to FP16; NoCodesError where Q4_0 and Q8_0 do not hold them, or the codes."""
     block = codes.steps.block
     if codes.columns % BLOCK or block % BLOCK:
@@ -175,18 +177,18 @@ def _halved_scales(codes: Weight) -> Floats:
     return halves
 
 
-def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
+def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
     """The shape that a file says; CheckpointError where it is no such drafter's, lists other tokens than rows, or has
     factors that are not those of the RoPE that its keys state."""
     if (arch := metadata.get(ARCHITECTURE)) != ARCH:
-        raise CheckpointError(_another_architecture(arch))
+        raise CheckpointError(_describe_wrong_architecture(arch))
     rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
     if rows and (tokens := metadata.get(_TOKENS, rows)) != rows:
         raise CheckpointError(
             f"expected {rows} tokens in {_TOKENS}, found {escape(tokens)}; the file contradicts itself"
         )
-    config = _config(metadata, rows, factors)
-    if not np.array_equal(_frequency_factors(config), factors):
+    config = _parse_config(metadata, rows, factors)
+    if not np.array_equal(_compute_frequency_factors(config), factors):
         raise CheckpointError(
             f"expected {_ROPE} as the full layers' RoPE has it, one factor and then {_NEVER_TURNED:g}, found "
             "others; it is not supported"
@@ -194,7 +196,7 @@ def _checked_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTens
     return config
 
 
-def _check_places(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
+def _check_tensors(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
     """Raise CheckpointError where the tensors of the file at ``path`` are not those of ``config``."""
     readable = (*reading.FLOAT_DTYPES, *_QUANTIZED)
     expected = {role.names[GGUF.name]: (shape, readable) for role, shape in shapes_of(config).items()}
@@ -213,7 +215,7 @@ def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str
     return compare_document(path, *documents, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
 
 
-def _another_architecture(name: object) -> str:
+def _describe_wrong_architecture(name: object) -> str:
     """What a file of the architecture ``name`` is, that it is not read, and what to ask for."""
     ask = f"Ask for one that llama.cpp's own converter wrote ({ARCH})"
     text = str(name)
@@ -231,7 +233,7 @@ _PARTS = re.compile(
 )
 
 
-def _base_of(provenance: Mapping[str, str]) -> str:
+def _derive_base_name(provenance: Mapping[str, str]) -> str:
     """What the base is called in a file's name, by the name of the bundle or directory that all came from."""
     name = provenance.get("source.name", "").rstrip("/").rpartition("/")[2]
     for ending in _ENDINGS:
@@ -239,20 +241,20 @@ def _base_of(provenance: Mapping[str, str]) -> str:
     return _UNFIT.sub("-", name).removeprefix("mtp-").strip("-.") or "drafter"
 
 
-def _name_parts(base: str) -> dict[str, str]:
+def _split_base_name(base: str) -> dict[str, str]:
     """The parts of a base's name that GGUF's naming convention has, as far as it has them: gemma-4, E4B, it."""
     found = _PARTS.fullmatch(base)
     parts = {"basename": base} if found is None else {key: part for key, part in found.groupdict().items() if part}
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
+def _build_weight(path: Path, stored: StoredTensor, name: str) -> Weight:
     """The tensor called ``name`` as a weight, of codes where it is of blocks."""
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
         return Stored(path, stored, name)
 
-    def steps() -> Steps:
+    def read_steps() -> Steps:
         size = np.concatenate([kind.steps(read(*some)) for some in row_ranges(weight)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
@@ -260,7 +262,11 @@ def _weight(path: Path, stored: StoredTensor, name: str) -> Weight:
 
     read, packing = partial(read_rows, path, stored), Packing(kind.bits, signed=True)
     weight = Weight(
-        stored.shape, lambda first, last: kind.codes(read(first, last)), packing, steps, origin=(path, stored.offset)
+        stored.shape,
+        lambda first, last: kind.codes(read(first, last)),
+        packing,
+        read_steps,
+        origin=(path, stored.offset),
     )
     return weight
 
@@ -269,13 +275,13 @@ def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
     """``codes`` around zero, of rows and blocks that divide by 32, in the type for their width."""
     kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.size
 
-    def blocks(first: int, last: int) -> Rows:
+    def pack_blocks(first: int, last: int) -> Rows:
         return kind.pack(codes.codes(first, last), sizes[first:last])
 
-    return plan_rows(name, codes, kind.name, blocks)
+    return plan_rows(name, codes, kind.name, pack_blocks)
 
 
-def _all_keys(provenance: Mapping[str, str], config: DrafterConfig, dtype: str) -> dict[str, Any]:
+def _build_metadata(provenance: Mapping[str, str], config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """Every key of a file of matrices of ``dtype``: what it is and where it came from, around what states its shape."""
     keys = {ARCHITECTURE: ARCH, "general.type": "model"}
     # Where it came from, in the keys that the standard has for it.
@@ -287,20 +293,20 @@ def _all_keys(provenance: Mapping[str, str], config: DrafterConfig, dtype: str) 
         keys["general.source.url"] = provenance["source.url"]
     return {
         **keys,
-        **_name_parts(_base_of(provenance)),
+        **_split_base_name(_derive_base_name(provenance)),
         "general.file_type": _FILE_TYPES[dtype],
         "general.quantization_version": 2,
-        **_metadata(config),
+        **_build_shape_keys(config),
         f"{OWN}version": __version__,
         **{OWN + key: text for key, text in provenance.items()},
         _TOKENIZER: "no_vocab",  # drafts are tokens of the base
     }
 
 
-def _metadata(config: DrafterConfig) -> dict[str, Any]:
+def _build_shape_keys(config: DrafterConfig) -> dict[str, Any]:
     """Every key that says what ``config`` says; UnsupportedError where llama.cpp would compute something else.
 
-    RoPE's rotated share is in :func:`_frequency_factors` too.
+    RoPE's rotated share is in :func:`_compute_frequency_factors` too.
     """
     config.require_uniform()
     if SLIDING in config.layer_types and config.sliding.rope.kind != "default":
@@ -309,14 +315,14 @@ def _metadata(config: DrafterConfig) -> dict[str, Any]:
     if config.attention_scale != 1.0:
         why = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
         raise UnsupportedError(f"{why} Choose the litert format.", remedies=("format=litert",))
-    keys = _llama_keys(config)
+    keys = _build_llama_keys(config)
     return {
         **{f"{ARCH}.{key}": value for key, value in keys.items()},
-        **{OWN + key: value for key, value in _extra_keys(config, keys).items()},
+        **{OWN + key: value for key, value in _build_own_keys(config, keys).items()},
     }
 
 
-def _llama_keys(config: DrafterConfig) -> dict[str, Any]:
+def _build_llama_keys(config: DrafterConfig) -> dict[str, Any]:
     """llama.cpp's keys, without its architecture before them."""
     sliding, full = config.sliding, config.full  # each stands for the other where there is none
     heads = config.num_kv_heads
@@ -349,18 +355,20 @@ def _llama_keys(config: DrafterConfig) -> dict[str, Any]:
     return keys
 
 
-def _extra_keys(config: DrafterConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _build_own_keys(config: DrafterConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Our own keys, without what they begin with: what ``keys``, llama.cpp's, cannot say, or not to the bit."""
     extra_keys: dict[str, Any] = {"hidden_activation": config.hidden_activation}
     numbers = dict(keys)
     if FULL in config.layer_types:
         extra_keys["rope.partial_rotary_factor"] = np.float64(config.full.rope.partial_rotary_factor)
         numbers[_FACTOR] = config.full.rope.factor
-    inexact = [key for key in _NUMBERS if key in numbers and _plain(np.float32(numbers[key])) != numbers[key]]
+    inexact = [
+        key for key in _NUMBERS if key in numbers and _convert_to_python(np.float32(numbers[key])) != numbers[key]
+    ]
     return extra_keys | {key: np.float64(numbers[key]) for key in inexact}
 
 
-def _frequency_factors(config: DrafterConfig) -> Floats:
+def _compute_frequency_factors(config: DrafterConfig) -> Floats:
     """By what the frequencies of full layers are divided, ``[head_dim / 2]``; empty where there are no such layers."""
     full = config.kv_layers.get(FULL)
     if full is None:
@@ -371,7 +379,7 @@ def _frequency_factors(config: DrafterConfig) -> Floats:
     return factors
 
 
-class _Read(Struct, kw_only=True):
+class _GgufFields(Struct, kw_only=True):
     """Of a file's keys those that are read, under their own names or llama.cpp's after the architecture's."""
 
     layers: Size = field(name="block_count")
@@ -401,25 +409,25 @@ _SAME = (
 """Fields of both that and a DrafterConfig."""
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_python(value: Any) -> Any:
     """``value`` as Python's own; of a number in FP32 or FP64 the shortest decimal that is the same there."""
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
-def _config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
-    """The shape that a file with a ``vocabulary`` of so many rows says; the inverse of :func:`_metadata` and
-    :func:`_frequency_factors`."""
-    keys = {key.removeprefix(f"{ARCH}."): _plain(value) for key, value in metadata.items()}
+def _parse_config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
+    """The shape that a file with a ``vocabulary`` of so many rows says; the inverse of :func:`_build_shape_keys` and
+    :func:`_compute_frequency_factors`."""
+    keys = {key.removeprefix(f"{ARCH}."): _convert_to_python(value) for key, value in metadata.items()}
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
-        keys[_FACTOR] = _plain(factors[0])
+        keys[_FACTOR] = _convert_to_python(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
-    fields = reading.fields_of(keys, _Read)
+    fields = reading.fields_of(keys, _GgufFields)
     share = fields.share or 2 * turned / fields.head_dim or 1.0
     shared_fields = {name: getattr(fields, name) for name in _SAME}
-    return DrafterConfig(vocab_size=vocabulary, layers=_layers(fields, share), **shared_fields)
+    return DrafterConfig(vocab_size=vocabulary, layers=_build_layers(fields, share), **shared_fields)
 
 
-def _layers(fields: _Read, share: float) -> tuple[LayerConfig, ...]:
+def _build_layers(fields: _GgufFields, share: float) -> tuple[LayerConfig, ...]:
     """Every layer; of full ones, a ``share`` of the head is rotated."""
     heads = fields.num_kv_heads if isinstance(fields.num_kv_heads, list) else [fields.num_kv_heads] * fields.layers
     if not fields.layers == len(fields.slides) == len(heads):

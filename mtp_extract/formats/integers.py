@@ -20,19 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, Packed
+from mtp_extract.formats.directory import EMBEDDING, HEAD, DirectoryFormat, PackedMatrix
 
 GROUPS = (128, 64, 32)
 """Neighbouring elements of a row that may share a scale, in the kernels of engines."""
 
 
-def _mlx_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+def _build_mlx_entry(packed: Mapping[str, PackedMatrix], floats: Sequence[str]) -> dict[str, Any]:
     entries = {module: {"group_size": how.group, "bits": how.bits, "mode": "affine"} for module, how in packed.items()}
     # What counts for modules without an entry of their own, of which there are none.
     return {**next(iter(entries.values())), **entries}
 
 
-def _mlx_in_full(entry: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
+def _complete_mlx_entry(entry: Mapping[str, Any], packed: Sequence[str]) -> dict[str, Any]:
     """What the entry says of every packed module: its own, or what counts for those without one; affine by default."""
     default = {key: entry.get(key) for key in ("group_size", "bits")} | {"mode": entry.get("mode") or "affine"}
     entries = {module: entry[module] for module in packed if isinstance(entry.get(module), Mapping)}
@@ -45,24 +45,24 @@ MLX = DirectoryFormat(
     key="quantization",
     codes=(".weight", "U32"),
     arrays=lambda how, scales: {".scales": scales, ".biases": scales * np.float32(-(1 << how.bits - 1))},
-    document=_mlx_document,
+    document=_build_mlx_entry,
     groups=GROUPS,
     unfit="its steps are shared by {block} elements, where MLX has groups of 32, 64 or 128; the compressed-tensors "
     "format keeps whole rows of any length",
     unties=False,
     header="mlx",
-    in_full=_mlx_in_full,
+    in_full=_complete_mlx_entry,
     offsets=".biases",
 )
 
 
-def _compressed_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+def _build_compressed_entry(packed: Mapping[str, PackedMatrix], floats: Sequence[str]) -> dict[str, Any]:
     groups: dict[tuple[int, int | None], list[str]] = {}
     for module, how in packed.items():
         size = None if how.group == how.shape[1] else how.group
         other = packed.get(module.replace(_GATE, _UP))
         fused = other is not None and (other.bits, other.group) == (how.bits, how.group)
-        groups.setdefault((how.bits, size), []).append(_target(module, fused=fused))
+        groups.setdefault((how.bits, size), []).append(_build_target_pattern(module, fused=fused))
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -92,7 +92,7 @@ _GATE = "mlp.gate_proj"
 _UP = "mlp.up_proj"
 
 
-def _target(module: str, fused: bool) -> str:
+def _build_target_pattern(module: str, fused: bool) -> str:
     """What finds ``module`` whatever stands before it, as in vLLM, where it is below ``draft_model``; by the names too
     under which engines fuse it with others: vLLM and SGLang gate and up, if ``fused``; SGLang query, key and value.
     """
@@ -108,7 +108,7 @@ COMPRESSED_TENSORS = DirectoryFormat(
     key="quantization_config",
     codes=(".weight_packed", "I32"),
     arrays=lambda how, scales: {".weight_scale": scales, ".weight_shape": np.array(how.shape, np.int64)},
-    document=_compressed_document,
+    document=_build_compressed_entry,
     groups=(None, *GROUPS),
     unfit="its blocks of {block} are none that engines have kernels for; the litert format has its floats",
 )
@@ -116,7 +116,7 @@ COMPRESSED_TENSORS = DirectoryFormat(
 COMPRESSED_FOR_SGLANG = replace(COMPRESSED_TENSORS, name="compressed-tensors-sglang", floats_head_for="SGLang")
 
 
-def _gemma_document(packed: Mapping[str, Packed], floats: Sequence[str]) -> dict[str, Any]:
+def _build_gemma_entry(packed: Mapping[str, PackedMatrix], floats: Sequence[str]) -> dict[str, Any]:
     bits = {module: how.bits for module, how in packed.items()}
     if HEAD in packed:
         bits[EMBEDDING] = 2  # it is missing, and transformers makes the smallest there is
@@ -137,7 +137,7 @@ GEMMA = DirectoryFormat(
     codes=(".weight", "U8"),
     arrays=lambda how, scales: {".weight_scale": scales},
     static=(".input_activation_scale", ".output_activation_scale"),
-    document=_gemma_document,
+    document=_build_gemma_entry,
     groups=(None,),
     unfit="its blocks of {block} have scales of their own, where this format has one a row; the compressed-tensors "
     "format keeps blocks of 32, 64 and 128",

@@ -25,7 +25,7 @@ from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
 from mtp_extract.formats.reading import GateFunction, PositiveNumber, Size
-from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, rope_of, rope_parameters
+from mtp_extract.formats.transformers import MAX_POSITIONS, LayerTypes, Rope, build_rope_parameters, parse_rope
 
 _KV_BANKS = {SLIDING: 0, FULL: 1}
 _SIZES = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size")
@@ -50,14 +50,14 @@ class LitertFormat:
         config = checkpoint.mtp
         if config.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
-        names = _tensor_names(checkpoint.tensors, config)
+        names = _name_tensors(checkpoint.tensors, config)
         # A tensor lies where the last of its roles stands, and holds what the first one has.
         first = {name: role for role, name in reversed(names.items())}
         roles = dict(reversed(first.items()))
         tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
         files = (
             OutputFile(self.weights_file, tensors),
-            OutputFile(self.marker, text=json_text(_document(config, names))),
+            OutputFile(self.marker, text=json_text(_build_config(config, names))),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
@@ -65,15 +65,15 @@ class LitertFormat:
         path = directory / self.marker
         document = read_object(path)
         with reading.naming(path):
-            fields = reading.fields_of(document, _Read)
-            config = fields.config()
+            fields = reading.fields_of(document, _LitertFields)
+            config = fields.build_config()
         shapes = shapes_of(config)
         names = {
             role.name: fields.tensors.get(role.name, role.names[self.name])
             for role in shapes
             if role.name in fields.tensors or not role.optional
         }
-        unread = compare_document(path, document, _document(config, names))
+        unread = compare_document(path, document, _build_config(config, names))
         stored = reading.read_weights(directory, self.weights_file)
         expected = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(directory / self.weights_file, expected, stored)
@@ -85,7 +85,7 @@ class LitertFormat:
 LITERT_LAYOUT = LitertFormat()
 
 
-def _tensor_names(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[str, str]:
+def _name_tensors(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[str, str]:
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -97,7 +97,7 @@ def _tensor_names(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[
     return names
 
 
-def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
+def _build_config(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """``mtp_drafter_config.json``; ``tensors`` maps every role to the tensor that holds it."""
     return {
         "format_version": 1,
@@ -112,12 +112,14 @@ def _document(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, Any]
         "sliding_windows": [layer.sliding_window for layer in config.layers],
         **{name: getattr(config, name) for name in _NUMBERS},
         "max_position_embeddings": config.max_position_embeddings or MAX_POSITIONS,
-        "rope": {layer_type: rope for layer_type, rope in rope_parameters(config).items() if layer_type in config.rope},
+        "rope": {
+            layer_type: rope for layer_type, rope in build_rope_parameters(config).items() if layer_type in config.rope
+        },
         "tensors": dict(names),
     }
 
 
-class _Read(Struct):
+class _LitertFields(Struct):
     """Of ``mtp_drafter_config.json`` what is read."""
 
     backbone_hidden_size: Size
@@ -137,12 +139,12 @@ class _Read(Struct):
     final_logit_softcap: PositiveNumber | None = None
     max_position_embeddings: Size | None = None
 
-    def config(self) -> DrafterConfig:
+    def build_config(self) -> DrafterConfig:
         """The shape of the drafter; CheckpointError where a layer has no place in a list, no RoPE or a wrong window."""
         columns = (self.layer_types, self.head_dims, self.num_kv_heads, self.sliding_windows)
         even = len({len(column) for column in columns}) == 1
         if not even or any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
             what = "head_dims, num_kv_heads and sliding_windows of each layer, and windows of sliding layers alone"
             raise CheckpointError(f"expected {what}, found others")
-        layers = (LayerConfig(*layer, rope_of(self.rope, layer[0])) for layer in zip(*columns, strict=True))
+        layers = (LayerConfig(*layer, parse_rope(self.rope, layer[0])) for layer in zip(*columns, strict=True))
         return DrafterConfig(layers=tuple(layers), **{name: getattr(self, name) for name in _OWN_NAMES})

@@ -63,7 +63,7 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{escape(path)}: {error}") from error
 
 
-def weight_files(directory: Path, name: str) -> list[Path]:
+def find_weight_files(directory: Path, name: str) -> list[Path]:
     """The files in ``directory`` that hold what ``name``, such as ``model.safetensors``, does: it, or its parts.
 
     As transformers looks for them: the file itself, else the files that ``NAME.index.json`` lists; without an index, as
@@ -78,7 +78,7 @@ def weight_files(directory: Path, name: str) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        return [directory / part for part in dict.fromkeys(_weight_map(index).values())]
+        return [directory / part for part in dict.fromkeys(_read_weight_map(index).values())]
     # Where one is missing, so are its tensors.
     if parts := sorted(directory.glob(f"{stem}-*-of-*{_SAFETENSORS}")):
         return parts
@@ -88,7 +88,7 @@ def weight_files(directory: Path, name: str) -> list[Path]:
     )
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
+def _read_weight_map(index: Path) -> Mapping[str, str]:
     """Tensor → file, as the index at ``index`` says; every file lies beside it."""
     weight_map = read_object(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
@@ -106,10 +106,10 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def read_weights(directory: Path, name: str) -> Tensors:
-    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`weight_files`);
+    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`find_weight_files`);
     CheckpointError where a file is missing or damaged, or two hold the same tensor."""
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
-    for path in weight_files(directory, name):
+    for path in find_weight_files(directory, name):
         stored, _ = read_safetensors(path)
         if twice := sorted(tensors.keys() & stored.keys()):
             raise CheckpointError(f"{escape(path)}: holds {few(twice)}, as another part does. Fetch it again.")
@@ -117,7 +117,7 @@ def read_weights(directory: Path, name: str) -> Tensors:
     return tensors
 
 
-def unread_index(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...]:
+def find_index_conflicts(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...]:
     """Why an engine that goes by the index of ``name`` would read other tensors, as a clause; none where it would not.
 
     Where the index is the only way to the tensors, that is a CheckpointError.
@@ -128,7 +128,7 @@ def unread_index(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...
     is_needed = not (directory / name).is_file()
     files = {tensor: path.name for tensor, (path, _) in tensors.items()}
     try:
-        misplaced = few(sorted(tensor for tensor, file in _weight_map(index).items() if files.get(tensor) != file))
+        misplaced = few(sorted(tensor for tensor, file in _read_weight_map(index).items() if files.get(tensor) != file))
         if misplaced and is_needed:
             raise CheckpointError(f"{escape(index)}: {misplaced} is not in the file that it names. Fetch it again.")
     except CheckpointError:
@@ -149,17 +149,17 @@ def check_tensors(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
     """
-    problems = list(_other_tensors(expected, found, more))
-    types = list(_other_types({**more, **expected}, found))
+    problems = list(_list_wrong_tensors(expected, found, more))
+    types = list(_list_wrong_types({**more, **expected}, found))
     if problems:
-        raise mismatch(path, [*problems, *types])
+        raise build_mismatch_error(path, [*problems, *types])
     if types:
         others = f" (and {several(len(types) - 1, 'tensor')} more)" if len(types) > 1 else ""
         advice = "which is not read. Ask for the drafter in such a type"
         raise CheckpointError(f"{escape(path)}: {types[0]}{others}, {advice}.")
 
 
-def _other_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> Iterator[str]:
+def _list_wrong_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> Iterator[str]:
     """Tensors that are missing, of another shape, or too many, each as a clause."""
     for name, (shape, _) in {**more, **expected}.items():
         if name not in tensors:
@@ -171,14 +171,14 @@ def _other_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTe
         yield f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}"
 
 
-def _other_types(expected: ExpectedTensors, tensors: Tensors) -> Iterator[str]:
+def _list_wrong_types(expected: ExpectedTensors, tensors: Tensors) -> Iterator[str]:
     """Tensors of the right shape and another type, each as a clause."""
     for name, (shape, dtypes) in expected.items():
         if name in tensors and tensors[name][1].shape == shape and tensors[name][1].dtype not in dtypes:
             yield f"{escape(name)}: expected {either(dtypes)}, found {escape(tensors[name][1].dtype)}"
 
 
-def mismatch(path: Path, problems: Iterable[str]) -> CheckpointError:
+def build_mismatch_error(path: Path, problems: Iterable[str]) -> CheckpointError:
     """The error that lists ``problems`` of the tensors in the file at ``path``."""
     named = few(sorted(problems), separator="; ")
     return CheckpointError(

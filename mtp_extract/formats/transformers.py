@@ -43,7 +43,7 @@ _TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
 """Key of ``text_config`` → field of a DrafterConfig, written and read."""
 
 
-def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
+def build_assistant_config(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
     """``config.json`` of a drafter whose weights have the transformers dtype ``dtype`` ("bfloat16", …).
 
     Args:
@@ -84,7 +84,7 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
         "num_key_value_heads": sliding.num_kv_heads,
         "num_kv_shared_layers": config.num_layers,
         "pad_token_id": 0,
-        "rope_parameters": rope_parameters(config),
+        "rope_parameters": build_rope_parameters(config),
         "sliding_window": config.sliding_window or UNUSED_WINDOW,
         "tie_word_embeddings": tied,
         "use_bidirectional_attention": None,
@@ -107,7 +107,7 @@ def config_document(config: DrafterConfig, dtype: str, tied: bool = True) -> dic
     }
 
 
-def rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
+def build_rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
     """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
     parameters: dict[str, dict[str, Any]] = {
         SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
@@ -200,7 +200,7 @@ class Rope(Struct):
     factor: PositiveNumber | None = None
 
 
-def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
+def parse_rope(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
     """RoPE of ``layer_type``; CheckpointError where ``parameters`` have none."""
     if layer_type not in parameters:
         raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none. Check the config.")
@@ -210,12 +210,12 @@ def rope_of(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
     return RopeConfig(rope.rope_theta, rope.partial_rotary_factor or 1.0, rope.factor or 1.0)
 
 
-class _Layer(Struct, forbid_unknown_fields=True):
+class _LayerFields(Struct, forbid_unknown_fields=True):
     head_dim: Size | None = None
     num_key_value_heads: Size | None = None
 
 
-class _Text(Struct):
+class _TextFields(Struct):
     """Of ``text_config`` what is read; what may be missing is what transformers takes then."""
 
     hidden_size: Size
@@ -234,13 +234,13 @@ class _Text(Struct):
     global_head_dim: Size = 512
     attention_k_eq_v: bool | None = None
     num_global_key_value_heads: Size | None = None  # counts only with attention_k_eq_v
-    per_layer_config: dict[str, _Layer] | None = None  # the form that transformers' save_pretrained writes
+    per_layer_config: dict[str, _LayerFields] | None = None  # the form that transformers' save_pretrained writes
 
-    def layer(self, index: int, layer_type: str) -> LayerConfig:
+    def build_layer(self, index: int, layer_type: str) -> LayerConfig:
         """The layer of that number and type."""
         head_dim, kv_heads = self.head_dim, self.num_key_value_heads
         if self.per_layer_config is not None:
-            entry = self.per_layer_config.get(str(index), _Layer())
+            entry = self.per_layer_config.get(str(index), _LayerFields())
             head_dim, kv_heads = entry.head_dim or head_dim, entry.num_key_value_heads or kv_heads
         elif layer_type == FULL:
             head_dim = self.global_head_dim
@@ -249,16 +249,16 @@ class _Text(Struct):
         window = self.sliding_window if layer_type == SLIDING else None
         if layer_type == SLIDING and window is None:
             raise CheckpointError("expected sliding_window for sliding layers, found none. Check the config.")
-        return LayerConfig(layer_type, head_dim, kv_heads, window, rope_of(self.rope_parameters, layer_type))
+        return LayerConfig(layer_type, head_dim, kv_heads, window, parse_rope(self.rope_parameters, layer_type))
 
 
-class _Document(Struct):
+class _AssistantFields(Struct):
     backbone_hidden_size: Size
-    text_config: _Text
+    text_config: _TextFields
     use_ordered_embeddings: bool | None = None
 
 
-class _OrderedHead(Struct):
+class _OrderedHeadFields(Struct):
     num_centroids: Size
     centroid_intermediate_top_k: Size
 
@@ -275,14 +275,14 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
             f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
             "drafter's directory, not the base model's."
         )
-    fields, head = fields_of(document, _Document), None
+    fields, head = fields_of(document, _AssistantFields), None
     text = fields.text_config
     if fields.use_ordered_embeddings:
-        ordered = fields_of(document, _OrderedHead)
+        ordered = fields_of(document, _OrderedHeadFields)
         head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
     return DrafterConfig(
         backbone_hidden_size=fields.backbone_hidden_size,
-        layers=tuple(text.layer(index, kind) for index, kind in enumerate(text.layer_types)),
+        layers=tuple(text.build_layer(index, kind) for index, kind in enumerate(text.layer_types)),
         ordered_head=head,
         **{field: getattr(text, key) for key, field in _TEXT_FIELDS.items()},
     )

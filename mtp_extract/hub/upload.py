@@ -80,8 +80,8 @@ def plan_upload(
         HubError: ``words`` are given and the card was changed.
     """
     drafter = ReadDirectory.of(directory)
-    contents = _contents(drafter)
-    report = _verdict_of_report(drafter.directory) if REPORT in contents else None
+    contents = _collect_contents(drafter)
+    report = _read_verdict(drafter.directory) if REPORT in contents else None
     notes = list[str]()
     if why := drafter.record.get("not_proven"):
         notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
@@ -99,7 +99,7 @@ def plan_upload(
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
 
 
-def _contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
+def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
     """By path in the repository, where each file of a directory is that holds nothing but what may be published."""
     folder = drafter.directory
     if not drafter.is_recorded:
@@ -122,7 +122,7 @@ def _contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
     return contents
 
 
-def _verdict_of_report(folder: Path) -> Verdict:
+def _read_verdict(folder: Path) -> Verdict:
     try:
         return read(read_object(folder / REPORT, "Validate again."), Verdict)
     except ValueError as error:
@@ -153,10 +153,10 @@ def upload_directory(
     files = tuple(HubFile(add.path_in_repo, add.upload_info.size, add.upload_info.sha256.hex()) for add in adds)
     paths = tuple(file.path for file in files)
     planned = UploadResult(repo_id, f"{constants.ENDPOINT}/{repo_id}", None, private, True, None, paths, files, notes)
-    return planned if dry_run else _send(planned, adds, _secret(token), beside=beside, force=force)
+    return planned if dry_run else _send(planned, adds, _require_token(token), beside=beside, force=force)
 
 
-def _secret(token: str | None) -> str:
+def _require_token(token: str | None) -> str:
     if constants.HF_HUB_OFFLINE:
         raise HubError("Offline mode is on (HF_HUB_OFFLINE), so nothing can be uploaded. Unset it.")
     if not (secret := token or get_token()):
@@ -179,13 +179,13 @@ def _send(
 ) -> UploadResult:
     """Send ``adds`` as ``planned``, into a repository that is made if need be; what has become of it."""
     repo_id = planned.repository
-    with _explained(repo_id, secret) as changes:
+    with _explain_errors(repo_id, secret) as changes:
         api = HfApi(token=secret, library_name="mtp-extract")
         # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
         is_there = api.repo_exists(repo_id)
         if beside and not is_there:
             raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
-        entries = _entries(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
+        entries = _list_files(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
         if beside:
             entries = {path: entry for path, entry in entries.items() if path in planned.sent}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
@@ -215,13 +215,13 @@ def _commit(api: HfApi, repo_id: str, adds: list[CommitOperationAdd]) -> str:
     # What the Hub holds already is not sent again, nor is a commit made of nothing.
     commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
     paths = [add.path_in_repo for add in adds]
-    arrived = _entries(api.get_paths_info(repo_id, paths, revision=commit))
+    arrived = _list_files(api.get_paths_info(repo_id, paths, revision=commit))
     if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
         raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
     return commit
 
 
-def _entries(listing: Any) -> dict[str, Any]:
+def _list_files(listing: Any) -> dict[str, Any]:
     return {entry.path: entry for entry in listing if isinstance(entry, RepoFile)}
 
 
@@ -237,7 +237,7 @@ def _holds(entries: Mapping[str, Any], add: CommitOperationAdd) -> bool:
 
 
 @contextmanager
-def _explained(repo_id: str, token: str) -> Iterator[list[str]]:
+def _explain_errors(repo_id: str, token: str) -> Iterator[list[str]]:
     """Turns what huggingface_hub raises into a :class:`HubError`, without the token or signed URLs.
 
     Yields a list of what was changed at the Hub so far, in sentences, which the error says too.
@@ -249,10 +249,10 @@ def _explained(repo_id: str, token: str) -> Iterator[list[str]]:
     except (HubError, CheckpointError):
         raise
     except Exception as error:  # noqa: BLE001 - a token may stand in any message; it goes no further
-        raise HubError(" ".join([f"{repo_id}: {_reason(error, token)}.", *changes])) from None
+        raise HubError(" ".join([f"{repo_id}: {_describe_failure(error, token)}.", *changes])) from None
 
 
-def _reason(error: Exception, token: str) -> str:
+def _describe_failure(error: Exception, token: str) -> str:
     """Why an upload failed, and what to do."""
     causes: list[BaseException] = [error]
     # A ValueError says what the Hub refuses in a card, which its cause does not.
@@ -260,14 +260,14 @@ def _reason(error: Exception, token: str) -> str:
         causes.append(causes[-1].__cause__)
     responses = [response for cause in causes if (response := response_of(cause)) is not None]
     if responses:
-        return _refusal(responses[0])
+        return _describe_refusal(responses[0])
     if any(isinstance(cause, http_library().TransportError) for cause in causes):
         return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}"
     text = without_secrets(str(causes[-1]), token).rstrip(".")
     return f"the upload failed: {text or type(causes[-1]).__name__}. {_AGAIN}"
 
 
-def _refusal(response: Any) -> str:
+def _describe_refusal(response: Any) -> str:
     """What an answer of the Hub with the status of an error means, in its own words too where it has some.
 
     A 403 is about rights, or about room: "Private repository storage limit reached", "Your storage patterns tripped our

@@ -27,7 +27,7 @@ from mtp_extract.checkpoint.gguf_file import read_gguf
 from mtp_extract.checkpoint.weight import Steps, Weight, constant_weight, of_codes, row_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
 from mtp_extract.formats import format_named, read_checkpoint
-from mtp_extract.formats.gguf import _base_of, _name_parts
+from mtp_extract.formats.gguf import _derive_base_name, _split_base_name
 from mtp_extract.litertlm.storage import Packing
 
 FILE = "mtp-sample-Q4_0.gguf"
@@ -338,7 +338,7 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     ],
 )
 def test_it_is_called_after_its_base(source: str, base: str, parts: tuple[str | None, ...]) -> None:
-    found = _base_of({"source.name": source})
+    found = _derive_base_name({"source.name": source})
     assert found == base
-    made = _name_parts(found)
+    made = _split_base_name(found)
     assert tuple(made.get(f"general.{key}") for key in ("basename", "size_label", "finetune")) == parts
