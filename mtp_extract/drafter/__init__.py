@@ -1,1 +1,1 @@
-"""The reference drafter: the function a checkpoint stands for, in PyTorch, and what any drafter is to the loop."""
+"""The reference drafters: the networks that checkpoints hold, in PyTorch, and their interface to the draft loop."""

@@ -1,12 +1,12 @@
-"""The EAGLE-3 head, whole: one layer with a cache of its own, over three hidden states of the base.
+"""The EAGLE-3 head: one layer with a cache of its own, over three hidden states of the base.
 
 The states that enter three layers of the base at position p are fused into one, ``g[p]``. The layer reads it beside the
-embedding of the token at p + 1, and says what token comes at p + 2; what comes out of it takes the place of ``g`` in
-the next step. So the head runs over every position of the text, as the base does: its keys and values at p are those of
-``g[p]`` and token p + 1, of positions that the base has verified, and after them those of the round's own steps.
+embedding of token p + 1, and predicts token p + 2; in the next step its output takes the place of ``g``. So the head
+runs over every position of the text, as the base does: for positions that the base has verified, its K and V at p come
+from ``g[p]`` and token p + 1, and for the steps of the round from the head's own output.
 
-Every flag means what the engines mean by it (:class:`~mtp_extract.architecture.eagle3.Eagle3Config`). Norms, rotation,
-attention logits and softmax are computed in F32.
+Every flag has the engines' meaning (:class:`~mtp_extract.architecture.eagle3.Eagle3Config`). Norms, rotation, attention
+logits and softmax are computed in F32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama layer whose attention reads twice its width: the normed embedding, then the normed state."""
+    """A Llama layer whose attention reads the normed embedding and the normed hidden state side by side."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -49,28 +49,28 @@ class Eagle3Layer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def concat_inputs(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """What attention reads, [..., 2 · width], of both [..., width]."""
+        """Norm both [..., width] and concatenate them to [..., 2 · width]."""
         return torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), dim=-1)
 
     def project_queries(self, x: Tensor, by: Angles) -> Tensor:
-        """Queries by group, rotated, F32 [batch, queries, KV heads, heads a group, head_dim]."""
+        """Compute rotated queries by group, F32 [batch, queries, KV heads, heads a group, head_dim]."""
         batch, queries, _ = x.shape
         heads = rotate(self.q_proj(x).view(batch, queries, -1, self.config.head_dim), by)
         return heads.view(batch, queries, self.config.num_kv_heads, -1, self.config.head_dim).float()
 
     def project_keys_values(self, x: Tensor, by: Angles) -> KV:
-        """K, rotated, and V, F32 [batch, length, KV heads, head_dim], of ``x`` [batch, length, 2 · width]."""
+        """Compute rotated K, and V, F32 [batch, length, KV heads, head_dim], from ``x`` [batch, length, 2 · width]."""
         shape = (*x.shape[:2], self.config.num_kv_heads, self.config.head_dim)
         return rotate(self.k_proj(x).view(shape), by).float(), self.v_proj(x).view(shape).float()
 
     def forward(self, x: Tensor, residual: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
-        """One position of every query: [batch, queries, width], before the final norm.
+        """Compute one position of every query, [batch, queries, width], before the final norm.
 
         Args:
-            x: of :meth:`concat_inputs`, [batch, queries, 2 · width].
-            residual: where the residual stream begins, [batch, queries, width].
+            x: from :meth:`concat_inputs`, [batch, queries, 2 · width].
+            residual: the start of the residual stream, [batch, queries, width].
             by: the rotation of the queries.
-            cache, visible, step_kv: as of :class:`Eagle3State`; ``step_kv`` with this step's.
+            cache, visible, step_kv: as in :class:`Eagle3State`; ``step_kv`` includes this step.
         """
         h = residual + self._attend(x, by, cache, visible, step_kv)
         y = self.post_attention_norm(h)
@@ -78,7 +78,7 @@ class Eagle3Layer(nn.Module):
         return out
 
     def _attend(self, x: Tensor, by: Angles, cache: KV, visible: Tensor, step_kv: KV) -> Tensor:
-        """[batch, queries, width]: attention over verified slots and the round's own steps, in one softmax.
+        """Attend to verified slots and the round's own steps in one softmax.
 
         In the products b is the batch, l a query, k a KV head, g a query head of its group, s a slot, t a step.
         """
@@ -98,18 +98,20 @@ class Eagle3Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Eagle3State:
-    """The state of a round between two of its steps."""
+    """The state of a round between two steps."""
 
     embed: Embed  # unscaled
-    hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step, what was fed back
-    positions: Tensor  # int64 [batch, queries], that of the pending token less one, and one more with every step
-    cache: KV  # K and V of verified positions, at slots that are positions, F32 [batch, slots, KV heads, head_dim] each
+    hidden: (
+        Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step the head's own output
+    )
+    positions: Tensor  # int64 [batch, queries], the position before the pending token, plus 1 per step
+    cache: KV  # K and V of verified positions, which are the slots, F32 [batch, slots, KV heads, head_dim] each
     visible: Tensor  # bool [batch, queries, slots]
     step_kv: KV | None = None
     """K and V of the round's steps, F32 [batch, queries, steps, KV heads, head_dim] each; None before the first."""
 
     def fork(self, width: int) -> Eagle3State:
-        """Go on from each query ``width`` times, each with K and V of its own steps."""
+        """Repeat each query ``width`` times, each with its own K and V of the steps."""
 
         def repeat(part: Tensor) -> Tensor:
             return part.repeat_interleave(width, 1)
@@ -120,14 +122,13 @@ class Eagle3State:
 
 
 def _append(first: KV, second: KV, dim: int) -> KV:
-    """K and V of ``first``, then those of ``second``."""
     return torch.cat((first[0], second[0]), dim), torch.cat((first[1], second[1]), dim)
 
 
 class Eagle3Drafter(DrafterNetwork):
-    """The EAGLE-3 head: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
+    """The network of an EAGLE-3 head, with the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
-    Made by :func:`mtp_extract.drafter.load.load_any`.
+    Load one with :func:`mtp_extract.drafter.load.load_any`.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -149,12 +150,11 @@ class Eagle3Drafter(DrafterNetwork):
 
     @property
     def layer(self) -> Eagle3Layer:
-        """The one there is."""
         return cast(Eagle3Layer, self.layers[0])
 
     @property
     def targets(self) -> Tensor:
-        """int64 [draft vocabulary]: the base's token of every row of the head; stored as a difference."""
+        """The base's token of every row of the head, int64 [draft vocabulary]; stored as a difference."""
         rows = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
         return rows + self.get_buffer("d2t") if self.config.reduced else rows
 
@@ -166,33 +166,32 @@ class Eagle3Drafter(DrafterNetwork):
 
     @property
     def needs(self) -> BaseRequirements:
-        """Three hidden states of the base."""
         config = self.config
         return BaseRequirements(config.vocab_size, config.backbone_hidden_size, layers=config.base_layers)
 
     def fuse(self, states: Mapping[int, Tensor]) -> Tensor:
-        """[…, width], of the base's states, layer → […, base width]."""
-        low_to_high = [states[layer].to(self.fc.weight) for layer in self.config.base_layers]
+        """Fuse the base's states, layer → […, base width], into one, […, width]."""
+        layer_states = [states[layer].to(self.fc.weight) for layer in self.config.base_layers]
         if self.input_norm is not None:
-            low_to_high = list(self.input_norm(torch.cat(low_to_high, dim=-1)).chunk(FUSED, dim=-1))
+            layer_states = list(self.input_norm(torch.cat(layer_states, dim=-1)).chunk(FUSED, dim=-1))
         if self.fc_norm is not None:
-            low_to_high = [norm(state) for norm, state in zip(self.fc_norm, low_to_high, strict=True)]
-        fused: Tensor = self.fc(torch.cat(low_to_high, dim=-1))
+            layer_states = [norm(state) for norm, state in zip(self.fc_norm, layer_states, strict=True)]
+        fused: Tensor = self.fc(torch.cat(layer_states, dim=-1))
         return fused
 
     def start(self, base: RoundStart) -> Eagle3State:
-        """Begin a round: take in what the base was fed, and leave the last state of it to the first step.
+        """Begin a round: extend the cache by what the base was fed, but for the last state, which the first step reads.
 
         In the first round the base was fed from position 0 on.
         """
         weight = self.fc.weight
         device = weight.device
-        # As engines share it with the head: the base's table, without the factor of its module.
+        # Engines share the base's embedding table with the head, without the factor of the base's module.
         scale = self.config.backbone_hidden_size**-0.5
         embed: Embed = self.embed_tokens or (lambda tokens: (base.embed(tokens).float() * scale).to(weight))
         states = self.fuse(base.fed.layers)  # [B, F, W]
         embedded = embed(base.fed.tokens.to(device))
-        positions = base.fed.positions.to(device) - 1  # those of the states that tokens are read beside
+        positions = base.fed.positions.to(device) - 1  # of the state beside each token
         if base.previous is None:
             # The token at position 0 has no state before it.
             cache = self._compute_keys_values(embedded[:, 1:], states[:, :-1], positions[:, 1:])
@@ -210,7 +209,6 @@ class Eagle3Drafter(DrafterNetwork):
         return self.layer.project_keys_values(self.layer.concat_inputs(embedding, hidden), by)
 
     def advance(self, state: Eagle3State, token: Tensor) -> tuple[Tensor, Eagle3State]:
-        """What comes out takes the place of the fused state in the next step."""
         x = self.layer.concat_inputs(state.embed(token.to(state.hidden.device)), state.hidden)
         by = compute_angles(state.positions, self.config.head_dim, self.rope)
         keys, values = self.layer.project_keys_values(x, by)
@@ -224,10 +222,9 @@ class Eagle3Drafter(DrafterNetwork):
         return normed, replace(state, hidden=hidden, positions=state.positions + 1, step_kv=step_kv)
 
     def logits(self, h: Tensor) -> Tensor:
-        """[…, vocabulary] of ``h`` […, width]; −∞ for tokens that the head cannot propose."""
-        drafted: Tensor = self.lm_head(h)
+        draft_logits: Tensor = self.lm_head(h)
         if not self.config.reduced:
-            return drafted
-        logits = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -math.inf)
-        logits[..., self.targets] = drafted
+            return draft_logits
+        logits = draft_logits.new_full((*draft_logits.shape[:-1], self.config.vocab_size), -math.inf)
+        logits[..., self.targets] = draft_logits
         return logits

@@ -1,4 +1,4 @@
-"""Loading a drafter, strictly: a tensor missing, unexpected or of the wrong shape fails the load by name."""
+"""Strict loading of a drafter: a tensor that is missing, unexpected or of the wrong shape is an error that names it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mtp_extract.drafter.network import DrafterNetwork, with_weights
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 
-Network = DrafterNetwork  # a drafter of whichever architecture
+Network = DrafterNetwork  # a drafter of any architecture
 
 
 def load_any(
     drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Network:
-    """The drafter that ``drafter`` holds, of whichever architecture and format, in evaluation mode.
+    """Load a drafter of any architecture and format, in evaluation mode.
 
     Args:
-        drafter: a checkpoint, or the directory of one: what an extraction wrote, or an official assistant.
-        dtype: float32 or bfloat16; None keeps the stored one, which for codes is float32.
+        drafter: a checkpoint, or its directory: an extraction's, or an official assistant.
+        dtype: float32 or bfloat16; None keeps the stored dtype, or float32 for codes.
 
     Raises:
-        CheckpointError: no such files, or a tensor missing, unexpected, or of another shape.
-        DrafterError: FP16 was asked for.
+        CheckpointError: there are no such files, or a tensor is missing, unexpected, or of another shape.
+        DrafterError: the dtype is neither of the two.
     """
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     config = checkpoint.config
@@ -43,7 +43,7 @@ def load_any(
 def load_drafter(
     drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """As :func:`load_any`, of an MTP drafter; another is an UnsupportedError."""
+    """Load an MTP drafter as :func:`load_any` does; UnsupportedError if it is of another architecture."""
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     return with_weights(MtpDrafter, checkpoint.mtp, _build_state_dict(checkpoint, dtype, device))
 
@@ -51,7 +51,7 @@ def load_drafter(
 def _build_state_dict(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Every weight, by the path of its module. Roles that are one stored constant stay one tensor."""
+    """Build the network's state_dict. Roles that share a stored constant share a tensor."""
     computed = dtype or getattr(torch, DTYPES["f32" if checkpoint.dtype == CODES else checkpoint.dtype].transformers)
     if computed not in (torch.float32, torch.bfloat16):
         how = "asked for" if dtype else "stored, and no dtype was given"

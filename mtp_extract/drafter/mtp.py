@@ -1,12 +1,12 @@
-"""The MTP drafter of Gemma 4, whole, to be held beside its description.
+"""The MTP drafter of Gemma 4.
 
-One step: the token last chosen (its embedding in the *base* model, times the root of the base's width) and the base's
-hidden state that predicted it go in side by side, embedding first. A few layers without K and V of their own look at
-the base model's cache. Out come logits for the next token, and a state of the base's width that takes the place of the
-hidden state in the next step.
+In each step the embedding of the last token (from the *base*, times the root of the base's width) and the base's hidden
+state that predicted it go in side by side, embedding first. A few layers without K and V of their own attend to the
+base's cache. Out come logits of the next token, and a state of the base's width that takes the place of the hidden
+state in the next step.
 
 Weights and activations may be BF16; every RMSNorm, the rotation, attention logits, softmax and soft cap are computed in
-F32. FP16 is refused when loading: the residual stream of Gemma 4 leaves its range. Every matrix is an ``nn.Linear``
+F32. FP16 is refused when loading: the residual stream of Gemma 4 exceeds its range. Every matrix is an ``nn.Linear``
 under the name of its role, so that PyTorch's forward hooks can see and replace its input and output.
 """
 
@@ -24,34 +24,34 @@ from mtp_extract.architecture.config import DrafterConfig, LayerConfig, OrderedH
 from mtp_extract.drafter.network import Angles, DrafterNetwork, RMSNorm, compute_angles, rotate
 from mtp_extract.drafter.protocol import KV, BaseRequirements, Embed, RoundStart
 
-_ROWS_AT_ONCE = 1 << 18  # rows of the head in one piece: as many as a whole head of Gemma 4 has
+_ROWS_AT_ONCE = 1 << 18  # rows of the head to gather at once: as many as Gemma 4's vocabulary
 
 
 @dataclass(frozen=True)
 class Convention:
-    """Where a round's queries stand and what they see, in every step of it; n is the position of the pending token.
+    """The position of a round's queries and the slots they see, in every step; n is the pending token's position.
 
-    The base has seen positions up to n - 1, and no query sees a later slot. transformers' own loop leaves stale ones in
-    view after a rejection, as older LiteRT-LM does at n. Here a slot is either verified or masked.
+    The base has seen positions up to n - 1, and no query sees a later slot. transformers' own loop leaves stale slots
+    visible after a rejection, as older LiteRT-LM does at n. Here a slot is either verified or masked.
     """
 
     position_offset: int  # the query position is n plus this
-    window_extra: int  # slots that a sliding query sees beyond its window, counted back from the newest
-    unwritten: int = 0  # newest slots that are not seen: none but in an engine that writes them too late
+    window_extra: int  # slots that a sliding query sees before its window
+    unwritten: int = 0  # newest slots that are not seen: 0 except for an engine that writes them too late
 
 
 TRANSFORMERS = Convention(position_offset=0, window_extra=1)
 """transformers 5.22: position n, the last window + 1 slots."""
 
 LITERT = Convention(position_offset=-1, window_extra=0)
-"""Newer LiteRT-LM: position n - 1, the last window slots. The default, as the drafter is from there."""
+"""Newer LiteRT-LM: position n - 1, the last window slots. The default, since the drafter comes from there."""
 
 
 class OrderedHeadNetwork(nn.Module):
-    """Logits for the tokens of the nearest centroids only; all others get one less than the least of those.
+    """Computes logits of the tokens of the nearest centroids only; all other tokens get the least of these minus 1.
 
     ``token_ordering`` lists the tokens cluster by cluster. As in transformers the least logit is taken over the whole
-    call, so the value of the *unselected* logits depends on what else is in the batch; the argmax does not.
+    call, so the *unselected* logits depend on the rest of the batch; the argmax does not.
     """
 
     def __init__(self, config: DrafterConfig, head: OrderedHeadConfig) -> None:
@@ -67,7 +67,7 @@ class OrderedHeadNetwork(nn.Module):
         tokens = self.token_ordering.view(self.head.num_centroids, -1)[nearest].flatten(-2)  # [B, L, k · V/C]
         at_once = max(1, _ROWS_AT_ONCE // tokens.shape[-1])
         parts = zip(torch.split(tokens.flatten(0, -2), at_once), torch.split(x.flatten(0, -2), at_once), strict=True)
-        # Every query picks rows of its own, which many queries at once would not fit into memory.
+        # Every query gathers its own rows; those of all queries at once would not fit into memory.
         selected = torch.cat([(weight[rows] @ query[..., None]).squeeze(-1) for rows, query in parts])
         selected = selected.view(tokens.shape)
         rest = (selected.min() - 1.0).expand(*x.shape[:-1], self.vocab_size)
@@ -75,13 +75,13 @@ class OrderedHeadNetwork(nn.Module):
 
 
 class AttentionInput(NamedTuple):
-    """What the layers of one type look at, and from where: the same in every step of a round, so made once in it."""
+    """K, V, mask and rotation of one kind of layer; computed once per round, since its steps share them."""
 
     keys: Tensor  # F32 [batch, KV heads, slots, head_dim]
     values: Tensor  # the same
     bias: Tensor | None
-    """F32 [batch, 1, rows, slots], to be added to the logits: 0 where a slot is visible. One row serves all queries and
-    heads; else there is one for each query of each head of a group, heads before queries. None sees every slot."""
+    """F32 [batch, 1, rows, slots], added to the logits: 0 where a slot is visible. One row serves all queries and
+    heads; else there is one for each query of each head of a group, heads before queries. None: all are visible."""
     angles: Angles  # of the queries
 
 
@@ -113,7 +113,7 @@ class MtpLayer(nn.Module):
         batch, queries, _ = x.shape
         heads, width = self.layer.num_kv_heads, self.layer.head_dim
         q = rotate(self.q_norm(self.q_proj(x).view(batch, queries, -1, width)), view.angles).float()
-        # All heads of a group and all queries look at the same K and V: they are rows of one product.
+        # All heads of a group and all queries attend to the same K and V, so they become rows of one product.
         rows = q.view(batch, queries, heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G · L, D]
         mixed = functional.scaled_dot_product_attention(
             rows, view.keys, view.values, attn_mask=view.bias, scale=self.config.attention_scale
@@ -132,22 +132,22 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpState:
-    """The state of a round between two of its steps. What the layers look at, and from where, stays the same."""
+    """The state of a round between two steps; ``views`` never change."""
 
     embed: Embed
     hidden: Tensor
-    """[batch, queries, base width]: the base's state after its final norm in the first step, then the projected one."""
+    """[batch, queries, base width]: the base's state after its final norm, after the first step the projected state."""
     views: tuple[AttentionInput, ...]  # of each layer
 
     def fork(self, width: int) -> MtpState:
-        """Go on from each query ``width`` times, each with a projected state of its own."""
+        """Repeat each query ``width`` times, each with its own projected state."""
         return replace(self, hidden=self.hidden.repeat_interleave(width, 1))
 
 
 class MtpDrafter(DrafterNetwork):
-    """The MTP drafter: the network, and the rounds of the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
+    """The network of an MTP drafter, with the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
-    Made by :func:`mtp_extract.drafter.load.load_drafter`.
+    Load one with :func:`mtp_extract.drafter.load.load_drafter`.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -161,7 +161,7 @@ class MtpDrafter(DrafterNetwork):
         self.ordered_head = OrderedHeadNetwork(config, config.ordered_head) if config.ordered_head else None
 
     def logits(self, h: Tensor) -> Tensor:
-        """[…, vocabulary], soft-capped, of ``h`` […, width] after the final norm."""
+        """Compute soft-capped logits, […, vocabulary], of ``h`` […, width] after the final norm."""
         logits: Tensor = self.ordered_head(h, self.lm_head.weight) if self.ordered_head else self.lm_head(h)
         if (cap := self.config.final_logit_softcap) is not None:
             logits = (torch.tanh(logits.float() / cap) * cap).type_as(logits)
@@ -169,7 +169,6 @@ class MtpDrafter(DrafterNetwork):
 
     @property
     def needs(self) -> BaseRequirements:
-        """Embedding, final hidden state, and the K and V of the layer types it has."""
         config = self.config
         return BaseRequirements(
             vocab_size=config.vocab_size,
@@ -182,8 +181,8 @@ class MtpDrafter(DrafterNetwork):
         newest = (base.positions - 1 - convention.unwritten)[..., None]  # [B, L, 1]
         masks = {}
         for kind, layer in self.config.kv_layers.items():
-            back = torch.arange(base.fed.shared_kv[kind][0].shape[2], device=newest.device).flip(0)
-            slots = base.fed.positions[:, -1:, None] - back  # [B, 1, S], their positions
+            distances = torch.arange(base.fed.shared_kv[kind][0].shape[2], device=newest.device).flip(0)
+            slots = base.fed.positions[:, -1:, None] - distances  # the position of each slot, [B, 1, S]
             masks[kind] = slots <= newest
             if layer.sliding_window is not None:
                 masks[kind] &= slots > newest - layer.sliding_window - convention.window_extra
@@ -191,7 +190,6 @@ class MtpDrafter(DrafterNetwork):
         return MtpState(base.embed, base.hidden.to(self.pre_projection.weight), views)
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        """The projected state takes the place of the base's hidden state in the next step."""
         h = self.pre_projection(torch.cat((state.embed(token).to(state.hidden), state.hidden), dim=-1))
         for layer, view in zip(self.layers, state.views, strict=True):
             h = layer(h, view)
@@ -201,9 +199,11 @@ class MtpDrafter(DrafterNetwork):
     def views(
         self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None = None
     ) -> tuple[AttentionInput, ...]:
-        """What each layer looks at, one for all that are alike, from ``position_ids``, integers [batch, queries].
+        """Build each layer's attention input; layers that are alike share one.
 
-        ``masks`` are bool, broadcastable to [batch, queries, slots], True = visible; None sees every slot.
+        Args:
+            position_ids: of the queries, integers [batch, queries].
+            masks: bool, broadcastable to [batch, queries, slots], True = visible; None makes all slots visible.
         """
         device = self.pre_projection.weight.device
         view_of: dict[LayerConfig, AttentionInput] = {}
@@ -217,7 +217,7 @@ class MtpDrafter(DrafterNetwork):
 
 
 def _build_bias(visible: Tensor, heads_a_group: int) -> Tensor:
-    """:attr:`AttentionInput.bias` of ``visible``, bool [batch, 1 or queries, slots]."""
+    """Build :attr:`AttentionInput.bias` from ``visible``, bool [batch, 1 or queries, slots]."""
     bias = torch.where(visible[:, None], 0.0, torch.finfo(torch.float32).min)
     return bias.repeat(1, 1, heads_a_group, 1) if bias.shape[2] > 1 else bias
 
@@ -227,9 +227,9 @@ class FaultyDrafter:
     """An MTP drafter that is fed by another runtime's convention, or wrongly on purpose."""
 
     drafter: MtpDrafter
-    convention: Convention = LITERT  # where queries stand and how far they see
-    change: Callable[[RoundStart], RoundStart] = lambda base: base  # of what every round starts from
-    every_step: Callable[[MtpState], MtpState] = lambda state: state  # of what every step reads
+    convention: Convention = LITERT
+    change: Callable[[RoundStart], RoundStart] = lambda base: base  # applied to the start of every round
+    every_step: Callable[[MtpState], MtpState] = lambda state: state  # applied to the state before every step
     layers: tuple[int, ...] = ()  # of the base, whose incoming states ``change`` needs
 
     @property

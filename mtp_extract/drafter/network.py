@@ -1,4 +1,4 @@
-"""What all architectures have: norms, rotation, strict weights, and a draft step as a state and its logits."""
+"""Parts that all architectures share: RMSNorm, rotation, strict loading of weights, and the draft step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Drafter = TypeVar("_Drafter", bound="DrafterNetwork")
 
 
 def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
-    """The network of this shape with these very tensors, every one of them, in evaluation mode."""
+    """Build ``network`` around the tensors of ``state``, without copies, in evaluation mode; all must match."""
     with torch.device("meta"):
         module = network(shape)
     module.load_state_dict(dict(state), strict=True, assign=True)
@@ -26,7 +26,7 @@ def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Ma
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, in F32. The weight is the factor itself, not one less."""
+    """x / rms(x) · weight, in F32. The weight is the factor itself, not the factor minus 1."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class RMSNorm(nn.Module):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of a rotation, F32 [batch, queries, 1, head_dim], one of each pair for either half."""
+    """Cosines and sines of a rotation, F32 [batch, queries, 1, head_dim]; its halves have the same angles."""
 
     cosine: Tensor
     sine: Tensor
 
 
 def compute_angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles:
-    """The rotation of heads of ``width`` at ``position_ids`` [batch, queries].
+    """Compute the rotation of heads of ``width`` at ``position_ids`` [batch, queries].
 
-    Dimension i turns with dimension i + head_dim/2, by position · theta^(-2i/head_dim); a partial rotation leaves the
-    frequencies past its share at zero.
+    Dimensions i and i + head_dim/2 are rotated by position · theta^(-2i/head_dim); in a partial rotation the
+    frequencies of the remaining pairs are zero.
     """
     rotated = int(rope.partial_rotary_factor * width // 2)
     index = torch.arange(width // 2, device=position_ids.device)
@@ -62,32 +62,32 @@ def compute_angles(position_ids: Tensor, width: int, rope: RopeConfig) -> Angles
 
 
 def rotate(x: Tensor, by: Angles) -> Tensor:
-    """``x`` [batch, queries, heads, head_dim], rotated."""
+    """Rotate ``x`` [batch, queries, heads, head_dim]."""
     wide = x.float()
     return (wide * by.cosine + wide.roll(wide.shape[-1] // 2, -1) * by.sine).type_as(x)
 
 
 class DrafterNetwork(nn.Module, Drafter):
-    """A network that drafts by the protocol; ``config`` is its shape."""
+    """A network with the :class:`~mtp_extract.drafter.protocol.Drafter` protocol; ``config`` is its shape."""
 
     config: Any
     lm_head: nn.Linear
 
     @abstractmethod
     def advance(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
-        """As :meth:`step`, with the state after the final norm, [batch, queries, width], in place of logits."""
+        """Compute one step: the state after the final norm, [batch, queries, width], and the state of the next step."""
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
-        """[…, vocabulary] of ``h`` […, width] after the final norm; −∞ for a token that it cannot draft."""
+        """Compute the logits […, vocabulary] of ``h`` […, width] after the final norm; −∞ for undraftable tokens."""
 
     @property
     def targets(self) -> Tensor | slice:
-        """The tokens of the base that rows of the head stand for: int64 [rows], or all of them."""
+        """The base's token of each row of the head, int64 [rows]; the full slice if rows are tokens."""
         return slice(None)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """The row of the head for each of the base's ``tokens``, −1 where it has none; int64, in their shape."""
+        """Return the head's row for each of the base's ``tokens``, int64 in their shape; −1 for undraftable tokens."""
         return tokens
 
     def step(self, state: Any, token: Tensor) -> tuple[Tensor, Any]:
@@ -95,9 +95,9 @@ class DrafterNetwork(nn.Module, Drafter):
         return self.logits(h), following
 
     def with_tensors(self: _Drafter, changes: Mapping[str, Tensor]) -> _Drafter:
-        """A drafter with some tensors replaced, by the name of their module, and the others shared."""
+        """Return a drafter with the tensors in ``changes`` replaced, by state_dict key; it shares the others."""
         return with_weights(type(self), self.config, {**self.state_dict(), **changes})
 
     def with_config(self: _Drafter, config: Any) -> _Drafter:
-        """A drafter of another config with these very weights: for controls, such as another scale."""
+        """Return a drafter with another config that shares these weights, as controls with another scale need it."""
         return with_weights(type(self), config, self.state_dict())

@@ -1,4 +1,4 @@
-"""What there is to choose from: every format with its row in ``EVERY``, and the ``ENGINES`` that load them."""
+"""The formats, a row each in ``EVERY``, and the ``ENGINES`` that load them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FormatInfo:
-    """A format as the list of choices has it. Its module is imported when it is chosen: a list costs nothing."""
+    """A row of the table of formats. The module of a format is imported when the format is used, not for the table."""
 
-    instance: str  # the object, as module:name
+    instance: str  # the Format object, as module:name
     dtypes: tuple[str, ...]  # output types, the default first
     about: str  # one line for users
-    library: str = ""  # what the Hub calls the library it is for
-    rules: tuple[str, ...] = ()  # those of checkpoint.rounding.RULES whose codes it holds, the usual one first
-    activations: bool = False  # whether it holds the static quantization of activations
+    library: str = ""  # the Hub's name of the library that loads it
+    rules: tuple[str, ...] = ()  # of checkpoint.rounding.RULES, those whose codes it holds; the usual one first
+    activations: bool = False  # it holds static scales of activations
     architecture: str = GEMMA4_MTP
-    read_as: str = ""  # the format whose reader reads what this one writes, if not its own
-    # Whether a config.json is its own; of a format that has such a file, and reads what it writes.
+    read_as: str = ""  # the format that its directories are read back as, if another
+    # Whether a config.json is this format's.
     is_config: Callable[[Mapping[str, Any]], bool] = lambda config: False
 
 
 def _is_quantized_by(method: str, config: Mapping[str, Any]) -> bool:
-    """Whether a config.json names that method of quantization; MLX's converters may name theirs in its place."""
+    # MLX's converters write their own entry under this key, too.
     entry = config.get("quantization_config")
     return not _has_mlx_entry(config) and isinstance(entry, dict) and entry.get("quant_method") == method
 
@@ -48,7 +48,7 @@ def _has_mlx_entry(config: Mapping[str, Any]) -> bool:
 
 
 _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
-# Those whose scales are never negative.
+# Rounding rules whose scales are never negative.
 _POSITIVE = ("q8_0", "int8", "int4")
 
 EVERY: dict[str, FormatInfo] = {
@@ -57,7 +57,7 @@ EVERY: dict[str, FormatInfo] = {
         _FLOATS,
         "floats, for every engine but llama.cpp",
         "transformers",
-        is_config=lambda config: True,  # also of a method of quantization that no format here has
+        is_config=lambda config: True,  # even with an unknown quantization method
     ),
     "litert": FormatInfo("mtp_extract.formats.litert:LITERT_LAYOUT", ("f32",), "one F32 tensor per stored constant"),
     "mlx": FormatInfo(
@@ -116,17 +116,17 @@ EVERY: dict[str, FormatInfo] = {
         is_config=lambda config: "speculators_model_type" in config,
     ),
 }
-"""Every format by name. Of a config.json that several rows call theirs, the last has it."""
+"""Every format by name. If several rows claim a config.json, the last one is its format."""
 
 FORMATS = {name: row for name, row in EVERY.items() if row.architecture == GEMMA4_MTP}
-"""Those of MTP drafters."""
+"""The formats of MTP drafters."""
 
 
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("transformers", "compressed-tensors", "compressed-tensors-sglang", "gemma"),
     "vllm": ("transformers", "compressed-tensors", "compressed-tensors-sglang", "speculators", "eagle3"),
     "sglang": ("transformers", "compressed-tensors-sglang", "eagle3"),
-    # The bundle's integers, which it runs on as they are, in a third of the bytes.
+    # mlx-vlm runs the bundle's integers as they are, in a third of the bytes of floats.
     "mlx-vlm": ("mlx", "transformers"),
     "llama.cpp": ("gguf",),
     "tensorrt-llm": ("transformers",),
@@ -134,28 +134,28 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "litert-lm": (),
     "lm-studio": (),
 }
-"""What a user may call what is to serve the drafter → the formats that it loads, the best first."""
+"""Engine, as users call it → the formats that it loads, the best first."""
 
 _NO_FORMAT = {
     "litert-lm": "LiteRT-LM drafts with what its bundle holds: put a drafter into the bundle with `mtp-insert`.",
     "lm-studio": "LM Studio does not draft with a Gemma 4 drafter, whatever its format (seen in 0.4.20: its draft "
     "models are whole models). Serve it with llama.cpp's own llama-server instead: choose llama.cpp.",
 }
-"""Why an engine loads none."""
+"""Engine that loads no format → why, and what to do instead."""
 
 
 def choices() -> tuple[str, ...]:
-    """By which a user chooses a format: its own name, or an engine's."""
+    """List the names that a user may choose a format by: engines, then formats."""
     return tuple(dict.fromkeys((*ENGINES, *EVERY)))
 
 
 def engines_for(name: str) -> tuple[str, ...]:
-    """The engines that load the format ``name``; none where there is no format of that name."""
+    """List the engines that load the format ``name``."""
     return tuple(engine for engine, formats in ENGINES.items() if name in formats)
 
 
 def format_named(name: str) -> Format:
-    """The format called ``name``; ValueError where there is none of that name."""
+    """Import and return the format ``name``; ValueError if there is none."""
     if name not in EVERY:
         raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
     format_: Format = resolve_name(EVERY[name].instance)
@@ -163,14 +163,14 @@ def format_named(name: str) -> Format:
 
 
 def architecture_in(name: str) -> Architecture:
-    """The architecture of drafters in the format called ``name``."""
+    """Return the architecture of the drafters that the format ``name`` holds."""
     return ARCHITECTURES[EVERY[name].architecture]
 
 
 def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
-    """The format to write: the one called ``name`` (in any case), or the best for the engine called so.
+    """Return the format to write: ``name`` itself (in any case), or the best one for the engine ``name``.
 
-    Without a name it is the first of the architecture's.
+    Without a name it is the first format of the architecture.
 
     Raises:
         ValueError: there is no format and no engine of that name.
@@ -191,11 +191,11 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
 
 
 def format_of(directory: Path) -> Format:
-    """The format of the checkpoint in ``directory``; CheckpointError where it is of none."""
+    """Detect the format of a checkpoint directory, or of a ``.gguf`` file; CheckpointError if there is none."""
     if directory.suffix == ".gguf" and directory.is_file():
         return format_named("gguf")
     if (config := directory / "config.json").is_file():
-        # No format is imported before it is needed.
+        # Imported here, since choosing a format by name needs no reader.
         from mtp_extract.checkpoint.documents import read_object
 
         document = read_object(config)
@@ -205,25 +205,25 @@ def format_of(directory: Path) -> Format:
         if any(path.is_file() for path in directory.glob(format_.marker)):
             return format_
     if not directory.exists():
-        what = "a checkpoint's directory or an id of the Hugging Face Hub, found neither. Check the path"
+        problem = "a checkpoint's directory or an id of the Hugging Face Hub, found neither. Check the path"
     elif directory.is_file():
-        what = "a checkpoint's directory or a .gguf, found another file. Extract a bundle's drafter first"
+        problem = "a checkpoint's directory or a .gguf, found another file. Extract a bundle's drafter first"
     else:
         markers = either(dict.fromkeys(f.marker for f in formats))
-        what = f"{markers} there, found none of them. Give the directory of a drafter's checkpoint"
-    raise CheckpointError(f"{escape(directory)}: expected {what}.")
+        problem = f"{markers} there, found none of them. Give the directory of a drafter's checkpoint"
+    raise CheckpointError(f"{escape(directory)}: expected {problem}.")
 
 
 def weights_of(format_: Format, names: Iterable[str]) -> str | None:
-    """Which of ``names``, of files of a directory of ``format_``, is that of the weights; None where none is."""
+    """Return the first of the file ``names`` that is the weights file of ``format_``; None if none is."""
     return next((name for name in sorted(names) if is_called(name, format_.weights_file)), None)
 
 
 def own_files(directory: Path, format_: Format) -> set[str]:
-    """Names of the files in ``directory`` that a drafter in ``format_`` is read from; of several GGUF the first.
+    """List the names of the files that a checkpoint in ``directory`` is read from; of several GGUF files the first.
 
     Raises:
-        CheckpointError: its weights are in no file, or not in all that they should be in.
+        CheckpointError: a weights file is missing.
     """
     from mtp_extract.formats.reading import INDEX_ENDING, find_weight_files
 
@@ -234,11 +234,11 @@ def own_files(directory: Path, format_: Format) -> set[str]:
 
 
 def is_called(name: str, pattern: str) -> bool:
-    """Whether a file at the top of a directory is called by ``pattern``; what lies deeper is named in full."""
+    """Whether the file ``name`` matches ``pattern``; a path with folders must be equal to it."""
     return name == pattern or ("/" not in name and fnmatchcase(name, pattern))
 
 
 def read_checkpoint(directory: Path | str) -> Checkpoint:
-    """The checkpoint in ``directory``, of whichever format; raises CheckpointError as :meth:`Format.read`."""
+    """Read the checkpoint in ``directory``, of whichever format; CheckpointError as in :meth:`Format.read`."""
     folder = Path(directory)
     return format_of(folder).read(folder)

@@ -1,8 +1,8 @@
 """Directories with transformers' names and configuration, in which matrices are floats or packed integers.
 
-A packed matrix is several tensors: its codes, its scales, and whatever else a format wants, which is made of the scales
-and compared with that when it is read. The shapes of codes and scales say how a matrix is packed, so that the
-configuration is made of the tensors and compared with the one that lies beside them.
+A packed matrix is several tensors: its codes, its scales, and arrays that follow from the scales; reading computes
+these again and compares. The shapes of codes and scales say how a matrix is packed, so reading builds the configuration
+from the tensors and compares it with the stored one.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from mtp_extract.formats.transformers import (
 from mtp_extract.litertlm.storage import Floats, Packing
 
 HEAD = "lm_head"
-"""Role of the head, and its module where it is none with the embedding."""
+"""Role of the head, and its module if it is not tied to the embedding."""
 
 EMBEDDING = "model.embed_tokens"
-"""Module of the embedding, which is the head too where the two are tied."""
+"""Module of the embedding, and of a tied head."""
 
 _WEIGHT = ".weight"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -52,38 +52,42 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """How a matrix is packed."""
+    """A matrix whose codes are packed into one tensor, with its scales in another."""
 
-    module: str  # before the names of its tensors
+    module: str  # the tensor names without their suffixes
     shape: tuple[int, ...]  # [out, in]
-    bits: int  # of a code
-    group: int  # neighbouring elements of a row that share a scale; ``in`` where a row has one
+    bits: int  # per code
+    group: int  # elements of a row that share a scale; ``in`` if a row has one scale
+
+
+PackedMatrices = Mapping[str, PackedMatrix]
 
 
 @dataclass(frozen=True)
 class DirectoryFormat:
-    """``config.json``, ``generation_config.json`` and ``model.safetensors``; packed, if ``key`` is given."""
+    """``config.json``, ``generation_config.json`` and ``model.safetensors``.
+
+    Matrices are packed if ``entry_key`` is given. A suffix stands behind the name of a matrix's module.
+    """
 
     name: str
-    key: str = ""  # of the configuration's entry that says how matrices are packed
-    # What stands behind a module's name for its matrix's codes, and their type: in U8, codes of 8 bits are I8.
-    codes: tuple[str, str] = ("", "")
-    # What stands there for its other tensors, the scales first → these, made of scales, float32 [out, in / group].
-    arrays: Callable[[PackedMatrix, Floats], dict[str, npt.NDArray[Any]]] = lambda packed, scales: {}
-    # What stands there for the static scales of what goes into a matrix and comes out, 0 where there are none.
-    static: tuple[str, ...] = ()
-    # The configuration's entry, of the modules that are packed and the matrices that stay in floats.
-    document: Callable[[Mapping[str, PackedMatrix], Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
-    # Neighbouring elements of a row that may share a scale, the longest first; None for a whole row of any length.
-    groups: tuple[int | None, ...] = ()
-    unfit: str = ""  # why no other block of {block} elements is held, and what holds it
-    unties: bool = True  # whether a packed head is a module of its own; else it is the embedding
+    entry_key: str = ""  # of the entry of config.json that says how matrices are packed
+    codes: tuple[str, str] = ("", "")  # suffix and dtype of the codes; 8-bit codes in U8 are stored as I8
+    # Suffix → array, made of the scales, F32 [out, in / group]; the scales themselves come first.
+    build_arrays: Callable[[PackedMatrix, Floats], dict[str, npt.NDArray[Any]]] = lambda matrix, scales: {}
+    # Suffixes of the static scales of a matrix's input and output activations; a scale of 0 means none.
+    activation_suffixes: tuple[str, ...] = ()
+    # The entry of config.json, from the packed matrices by module and the modules that stay in floats.
+    build_entry: Callable[[PackedMatrices, Sequence[str]], dict[str, Any]] = lambda packed, floats: {}
+    # Elements of a row that may share a scale, the longest group first; None for a whole row of any length.
+    group_sizes: tuple[int | None, ...] = ()
+    unfit_reason: str = ""  # why blocks of {block} elements are not held, and which format holds them
+    unties_head: bool = True  # a packed head is a module of its own, not the embedding
     floats_head_for: str = ""  # an engine that takes a head of floats only
-    header: str = "pt"  # what the weights file calls its tensors' format
-    # The configuration's entry in full, of one as other programs write it and of the modules that are packed.
-    in_full: Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]] = lambda entry, packed: entry
-    # What stands there for what is added to every group, where other programs make zero points of it that are no codes.
-    offsets: str = ""
+    tensor_format: str = "pt"  # ``format`` in the metadata of the weights file
+    # Fill in the entry as other programs write it, given the packed modules, so that it compares with our own.
+    complete_entry: Callable[[Mapping[str, Any], Sequence[str]], Mapping[str, Any]] = lambda entry, packed: entry
+    offsets_suffix: str = ""  # of the number added to every group; other programs' offsets may be no whole code
     marker: str = "config.json"
     weights_file: str = "model.safetensors"
     further_files: tuple[str, ...] = (GENERATION_FILE,)
@@ -91,7 +95,7 @@ class DirectoryFormat:
     def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
         if role.kind == INDEX:
             return StoredAs(INDICES, weight)
-        if not self.key:
+        if not self.entry_key:
             return store_floats(weight, dtype)
         try:
             codes = row_codes(weight)
@@ -99,11 +103,11 @@ class DirectoryFormat:
             self._require_fit(role, codes, exact)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
-        # What a converter folded into the scales is divided out, and the quotient rounded once.
+        # A factor that a converter folded into the scales is divided out, and the quotient rounded once.
         return StoredAs(CODES, codes, "" if exact else "F32")
 
     def _require_fit(self, role: Role, codes: Weight, exact: bool) -> None:
-        """Raise NoCodesError where the format does not hold ``codes``; their scales may be ``exact``, as stored."""
+        """Raise NoCodesError if the format cannot hold ``codes``; ``exact``: their scales are the bundle's own."""
         sizes = codes.steps.size
         if not exact and (sizes[sizes > 0] < _SMALLEST_NORMAL).any():
             raise NoCodesError("its scales, less the factor folded into them, are too small for F32")
@@ -112,15 +116,14 @@ class DirectoryFormat:
         if self.floats_head_for and role.name == HEAD:
             raise NoCodesError(f"{self.floats_head_for} takes a head of floats only; without it the codes are kept")
         if self._choose_group_size(codes) is None:
-            raise NoCodesError(self.unfit.format(block=codes.steps.block))
+            raise NoCodesError(self.unfit_reason.format(block=codes.steps.block))
 
-    def _list_group_sizes(self, row: int) -> tuple[int, ...]:
-        """How many neighbouring elements of a row of ``row`` may share a scale, the best first."""
-        return tuple(group or row for group in self.groups)
+    def _list_group_sizes(self, columns: int) -> tuple[int, ...]:
+        return tuple(size or columns for size in self.group_sizes)
 
     def _choose_group_size(self, codes: Weight) -> int | None:
-        """How many share one where ``codes`` are held; None where they cannot be."""
-        return next((group for group in self._list_group_sizes(codes.columns) if codes.steps.block % group == 0), None)
+        """Return the longest group that divides the blocks of ``codes``; None if the format cannot hold them."""
+        return next((size for size in self._list_group_sizes(codes.columns) if codes.steps.block % size == 0), None)
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
         stored = store_all(self.store, checkpoint, dtype)
@@ -129,9 +132,9 @@ class DirectoryFormat:
         names = self._name_tensors(config, packed)
         roles = {name: role.name for role, name in names.items() if role.name not in packed}
         tensors = tuple(self._plan_tensors(checkpoint, stored, packed))
-        metadata = {"format": self.header, "mtp_extract": __version__}
-        notes = tuple(_describe_static_scales(checkpoint, packed)) if self.static else ()
-        document = self._build_config(config, packed, DTYPES["f32" if self.key else dtype].transformers)
+        metadata = {"format": self.tensor_format, "mtp_extract": __version__}
+        notes = tuple(_describe_static_scales(checkpoint, packed)) if self.activation_suffixes else ()
+        document = self._build_config(config, packed, DTYPES["f32" if self.entry_key else dtype].transformers)
         files = (
             OutputFile(self.weights_file, tensors, metadata=metadata, notes=notes),
             OutputFile(self.marker, text=json_text(document)),
@@ -140,7 +143,7 @@ class DirectoryFormat:
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def _plan_tensors(
-        self, checkpoint: Checkpoint, stored: Mapping[str, StoredAs], packed: Mapping[str, PackedMatrix]
+        self, checkpoint: Checkpoint, stored: Mapping[str, StoredAs], packed: PackedMatrices
     ) -> Iterator[PlannedTensor]:
         for role, name in self._name_tensors(checkpoint.mtp, packed).items():
             if role.name in packed:
@@ -150,14 +153,14 @@ class DirectoryFormat:
                 yield stored[role.name].tensor(name)
 
     def _plan_packing(self, config: DrafterConfig, stored: Mapping[str, StoredAs]) -> dict[str, PackedMatrix]:
-        """How each matrix is packed whose codes are stored, by role; UnsupportedError where that cannot be."""
+        """Return how each matrix that is stored as codes is packed, by role; UnsupportedError if the format cannot."""
         codes = {role: stored_as.weight for role, stored_as in stored.items() if stored_as.how == CODES}
         packed = {
             role.name: PackedMatrix(name.removesuffix(_WEIGHT), weight.shape, weight.bits, group)
             for role, name in self._name_tensors(config, codes).items()
             if (weight := codes.get(role.name)) and (group := self._choose_group_size(weight))
         }
-        if self.key and not packed:
+        if self.entry_key and not packed:
             raise UnsupportedError(
                 f"The {self.name} format needs matrices of integers, and this drafter has none of its kind. Round its "
                 "floats here, or choose the transformers format, which its engines load too.",
@@ -171,52 +174,50 @@ class DirectoryFormat:
         return packed
 
     def _name_tensors(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
-        """The tensor of every role; the tensors of a packed matrix have other endings."""
+        """Role → tensor name, ending in ``.weight``; a packed matrix has other suffixes instead."""
         names = {role: role.names["transformers"] for role in shapes_of(config)}
-        own_head = self.unties and HEAD in packed
+        own_head = self.unties_head and HEAD in packed
         return {role: f"{HEAD}{_WEIGHT}" if role.name == HEAD and own_head else name for role, name in names.items()}
 
-    def _build_config(self, config: DrafterConfig, packed: Mapping[str, PackedMatrix], dtype: str) -> dict[str, Any]:
-        """``config.json`` of a drafter, some of whose roles are ``packed``."""
-        document = build_assistant_config(config, dtype, tied=not (self.unties and HEAD in packed))
+    def _build_config(self, config: DrafterConfig, packed: PackedMatrices, dtype: str) -> dict[str, Any]:
+        """Return ``config.json`` of a drafter whose roles in ``packed`` are packed."""
+        document = build_assistant_config(config, dtype, tied=not (self.unties_head and HEAD in packed))
         if packed:
-            matrices = {
-                role.name: name for role, name in self._name_tensors(config, packed).items() if role.kind == MATRIX
-            }
-            floats = [name.removesuffix(_WEIGHT) for role, name in matrices.items() if role not in packed]
-            document[self.key] = self.document({how.module: how for how in packed.values()}, floats)
+            names = {role: name for role, name in self._name_tensors(config, packed).items() if role.kind == MATRIX}
+            floats = [name.removesuffix(_WEIGHT) for role, name in names.items() if role.name not in packed]
+            document[self.entry_key] = self.build_entry({matrix.module: matrix for matrix in packed.values()}, floats)
         return document
 
-    def _list_matrix_tensors(self, how: PackedMatrix) -> reading.ExpectedTensors:
-        """The tensors that hold a matrix, by what their names add to the module's: its codes, its scales, the rest."""
-        (suffix, dtype), (rows, columns) = self.codes, how.shape
-        if how.bits == 8 and dtype == "U8":
+    def _list_matrix_tensors(self, matrix: PackedMatrix) -> reading.ExpectedTensors:
+        """Return the tensors that hold a matrix, by suffix: its codes, its scales, the rest."""
+        (suffix, dtype), (rows, columns) = self.codes, matrix.shape
+        if matrix.bits == 8 and dtype == "U8":
             dtype = "I8"
         size = BLOCKS[dtype][1]
-        arrays = self.arrays(how, np.broadcast_to(np.float32(0), (rows, columns // how.group)))
-        arrays |= dict.fromkeys(self.static, np.zeros((), np.float32))
-        parts: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-            suffix: ((rows, row_bytes(columns, how.bits, size) // size), (dtype,))
+        arrays = self.build_arrays(matrix, np.broadcast_to(np.float32(0), (rows, columns // matrix.group)))
+        arrays |= dict.fromkeys(self.activation_suffixes, np.zeros((), np.float32))
+        tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+            suffix: ((rows, row_bytes(columns, matrix.bits, size) // size), (dtype,))
         }
         for name, array in arrays.items():
             planned = plan_array(name, array)
-            # Where other programs make zero points, they store these and scales in shorter types, too.
-            is_any_float = bool(self.offsets) and planned.dtype == "F32"
-            parts[name] = (planned.shape, reading.FLOAT_DTYPES if is_any_float else (planned.dtype,))
-        return parts
+            # Programs that choose their own offsets store these and the scales in BF16 and F16, too.
+            is_any_float = bool(self.offsets_suffix) and planned.dtype == "F32"
+            tensors[name] = (planned.shape, reading.FLOAT_DTYPES if is_any_float else (planned.dtype,))
+        return tensors
 
-    def _plan_matrix(self, codes: Weight, how: PackedMatrix, activations: Activations) -> Iterator[PlannedTensor]:
-        """The tensors of a matrix: its codes, some rows at a time, and what lies beside them."""
-        suffix, (shape, (dtype,)) = next(iter(self._list_matrix_tensors(how).items()))
+    def _plan_matrix(self, codes: Weight, matrix: PackedMatrix, activations: Activations) -> Iterator[PlannedTensor]:
+        suffix, (shape, (dtype,)) = next(iter(self._list_matrix_tensors(matrix).items()))
 
-        def rows(first: int, last: int) -> Rows:
-            some = codes.codes(first, last)
-            return some if dtype == "I8" else pack(some, how.bits, BLOCKS[dtype][1])
+        def pack_rows(first: int, last: int) -> Rows:
+            rows = codes.codes(first, last)
+            return rows if dtype == "I8" else pack(rows, matrix.bits, BLOCKS[dtype][1])
 
-        yield plan_rows(f"{how.module}{suffix}", codes, dtype, rows, shape)
-        arrays = self.arrays(how, np.repeat(codes.steps.size, codes.steps.block // how.group, axis=1))
-        arrays |= {name: np.float32(static_scale(of)) for name, of in zip(self.static, activations, strict=False)}
-        yield from (plan_array(f"{how.module}{name}", np.asarray(array)) for name, array in arrays.items())
+        yield plan_rows(f"{matrix.module}{suffix}", codes, dtype, pack_rows, shape)
+        arrays = self.build_arrays(matrix, np.repeat(codes.steps.size, codes.steps.block // matrix.group, axis=1))
+        for name, activation in zip(self.activation_suffixes, activations, strict=False):
+            arrays[name] = np.asarray(np.float32(static_scale(activation)))
+        yield from (plan_array(f"{matrix.module}{name}", array) for name, array in arrays.items())
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
@@ -227,7 +228,7 @@ class DirectoryFormat:
             packed = self._detect_packing(config, stored)
             written = self._build_config(config, packed, "")
         expected = self._list_expected_tensors(config, packed)
-        # What a quantization is called says more than the tensors that are not as expected; codes say more than names.
+        # Without packed matrices the name of an unknown quantization explains more than its unexpected tensors do.
         if packed:
             reading.check_tensors(directory / self.weights_file, expected, stored)
         unread = compare_documents(directory, self._normalize_config(document, packed), config, written)
@@ -236,55 +237,58 @@ class DirectoryFormat:
             reading.check_tensors(directory / self.weights_file, expected, stored)
 
         tensors, activations = self._read_tensors(config, packed, stored)
-        dtype = "f32" if self.key else common_dtype(tensors.values())
+        dtype = "f32" if self.entry_key else common_dtype(tensors.values())
         return Checkpoint(
             config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations), unread=unread
         )
 
     def _read_tensors(
-        self, config: DrafterConfig, packed: Mapping[str, PackedMatrix], stored: reading.Tensors
+        self, config: DrafterConfig, packed: PackedMatrices, stored: reading.Tensors
     ) -> tuple[dict[str, Weight], dict[str, Activations]]:
-        """By role: its weight, and the static quantization beside a packed matrix that has any."""
-        matrices = {role: self._read_matrix(how, stored) for role, how in packed.items()}
-        tensors = {
-            role.name: matrices[role.name][0] if role.name in matrices else Stored(*stored[name], name)
-            for role, name in self._name_tensors(config, packed).items()
-        }
-        return tensors, {role: pair for role, (_, pair) in matrices.items() if any(pair)}
+        """Return every weight, and the static quantization of activations where a matrix has any, both by role."""
+        tensors: dict[str, Weight] = {}
+        activations: dict[str, Activations] = {}
+        for role, name in self._name_tensors(config, packed).items():
+            if role.name not in packed:
+                tensors[role.name] = Stored(*stored[name], name)
+                continue
+            tensors[role.name], pair = self._read_matrix(packed[role.name], stored)
+            if any(pair):
+                activations[role.name] = pair
+        return tensors, activations
 
     def _detect_packing(self, config: DrafterConfig, stored: reading.Tensors) -> dict[str, PackedMatrix]:
-        """How each matrix that is packed is, by role."""
-        if not self.key:
+        """Return how each packed matrix is packed, by role, from the shapes of the stored tensors."""
+        if not self.entry_key:
             return {}
-        shapes = shapes_of(config)
         own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
-        matrices = {role: name for role, name in self._name_tensors(config, own_head).items() if role.kind == MATRIX}
-        packed = {
-            r.name: self._detect_matrix_packing(name.removesuffix(_WEIGHT), shapes[r], stored)
-            for r, name in matrices.items()
-        }
-        return {role: how for role, how in packed.items() if how is not None}
+        names, packed = self._name_tensors(config, own_head), dict[str, PackedMatrix]()
+        for role, shape in shapes_of(config).items():
+            if role.kind == MATRIX:
+                module = names[role].removesuffix(_WEIGHT)
+                if (matrix := self._detect_matrix_packing(module, shape, stored)) is not None:
+                    packed[role.name] = matrix
+        return packed
 
-    def _normalize_config(self, document: Mapping[str, Any], packed: Mapping[str, PackedMatrix]) -> dict[str, Any]:
-        """``document`` with its entry of packed modules in the form in which it is written here."""
-        entry = document.get(self.key)
+    def _normalize_config(self, document: Mapping[str, Any], packed: PackedMatrices) -> dict[str, Any]:
+        """Return ``document`` with the entry of its packed modules as we would write it."""
+        entry = document.get(self.entry_key)
         if not isinstance(entry, Mapping) or not packed:
             return dict(document)
-        in_full = {**document, self.key: self.in_full(entry, [how.module for how in packed.values()])}
-        # MLX's converters write the same entry under both names.
-        if in_full.get("quantization_config") == entry and self.key != "quantization_config":
-            del in_full["quantization_config"]
-        return in_full
+        modules = [matrix.module for matrix in packed.values()]
+        completed = {**document, self.entry_key: self.complete_entry(entry, modules)}
+        # MLX's converters write the same entry under both keys.
+        if completed.get("quantization_config") == entry and self.entry_key != "quantization_config":
+            del completed["quantization_config"]
+        return completed
 
-    def _list_expected_tensors(
-        self, config: DrafterConfig, packed: Mapping[str, PackedMatrix]
-    ) -> reading.ExpectedTensors:
-        """Every tensor of a drafter, some of whose roles are ``packed``."""
+    def _list_expected_tensors(self, config: DrafterConfig, packed: PackedMatrices) -> reading.ExpectedTensors:
         shapes = shapes_of(config)
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         for role, name in self._name_tensors(config, packed).items():
-            if how := packed.get(role.name):
-                expected |= {how.module + suffix: part for suffix, part in self._list_matrix_tensors(how).items()}
+            if matrix := packed.get(role.name):
+                tensors = self._list_matrix_tensors(matrix).items()
+                expected |= {f"{matrix.module}{suffix}": tensor for suffix, tensor in tensors}
             else:
                 expected[name] = shapes[role], ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES
         return expected
@@ -292,56 +296,52 @@ class DirectoryFormat:
     def _detect_matrix_packing(
         self, module: str, shape: tuple[int, ...], stored: reading.Tensors
     ) -> PackedMatrix | None:
-        """How ``module``, a matrix [out, in], is packed, by the shapes of its codes and scales; None if it is not."""
+        """Return how a matrix [out, in] is packed, by the shapes of its codes and scales; None if it is not."""
         for bits, group in product((2, 4, 8), self._list_group_sizes(shape[1])):
-            how = PackedMatrix(module, shape, bits, group)
+            matrix = PackedMatrix(module, shape, bits, group)
             if shape[1] % group == 0 and all(
-                module + suffix in stored and stored[module + suffix][1].shape == part_shape
-                for suffix, (part_shape, _) in list(self._list_matrix_tensors(how).items())[:2]
+                module + suffix in stored and stored[module + suffix][1].shape == tensor_shape
+                for suffix, (tensor_shape, _) in list(self._list_matrix_tensors(matrix).items())[:2]
             ):
-                return how
+                return matrix
         return None
 
-    def _read_matrix(self, how: PackedMatrix, stored: reading.Tensors) -> tuple[Weight, Activations]:
-        """A packed matrix, and the static quantization of what goes in and comes out; all but its codes is read here,
-        and where that is damaged, CheckpointError raised."""
-        suffix, *others = self._list_matrix_tensors(how)
-        path, codes = stored[how.module + suffix]
-        arrays = {name: _read_small_tensor(*stored[how.module + name]) for name in others}
-        scales = arrays[others[0]]
-        place = f"{escape(path)}: {escape(how.module)}"
+    def _read_matrix(self, matrix: PackedMatrix, stored: reading.Tensors) -> tuple[Weight, Activations]:
+        """Read all of a packed matrix but its codes, which are read on demand; CheckpointError if it is damaged.
 
-        def rows(first: int, last: int) -> Rows:
+        Return the weight, and the static quantization of its input and output activations.
+        """
+        suffix, *array_suffixes = self._list_matrix_tensors(matrix)
+        path, codes = stored[matrix.module + suffix]
+        arrays = {name: _read_small_tensor(*stored[matrix.module + name]) for name in array_suffixes}
+        scales = arrays[array_suffixes[0]]
+        place = f"{escape(path)}: {escape(matrix.module)}"
+
+        def read_codes(first: int, last: int) -> Rows:
             packed = read_rows(path, codes, first, last)
-            return packed.view(np.int8) if codes.dtype == "I8" else unpack(packed, how.bits, how.shape[1])
+            return packed.view(np.int8) if codes.dtype == "I8" else unpack(packed, matrix.bits, matrix.shape[1])
 
-        if self.offsets and not np.array_equal(arrays[self.offsets], self.arrays(how, scales)[self.offsets]):
-            is_finite = all(np.isfinite(array).all() for array in arrays.values())
-            _require(is_finite, place, "finite scales and biases, found others")
-            offsets = arrays[self.offsets]
-
-            def floats(first: int, last: int) -> Rows:
-                half = 1 << how.bits - 1
-                stored = (rows(first, last).astype(np.float32) + half).reshape(last - first, -1, how.group)
-                numbers: Floats = stored * scales[first:last, :, None] + offsets[first:last, :, None]
-                return numbers.reshape(last - first, -1)
-
-            # MLX's own quantization rounds scales and offsets, so that 0 is no code.
-            return Weight(how.shape, floats), (None, None)
-        self._check_arrays(place, how, scales, arrays)
-        static = [_build_activation(place, float(arrays[name])) for name in self.static]
-        steps = Steps.around_zero(how.group, scales).by_row()
-        weight = Weight(how.shape, rows, Packing(how.bits, True), steps, origin=(path, codes.offset))
-        return weight, (static[0], static[1]) if static else (None, None)
+        if self.offsets_suffix:
+            offsets = arrays[self.offsets_suffix]
+            if not np.array_equal(offsets, self.build_arrays(matrix, scales)[self.offsets_suffix]):
+                is_finite = all(np.isfinite(array).all() for array in arrays.values())
+                _require(is_finite, place, "finite scales and biases, found others")
+                # MLX's own quantization rounds scales and offsets, so that no code stands for 0: only floats are left.
+                return _build_affine_weight(matrix, read_codes, scales, offsets), (None, None)
+        self._check_arrays(place, matrix, scales, arrays)
+        activations = [_build_activation(place, float(arrays[name])) for name in self.activation_suffixes]
+        steps = Steps.around_zero(matrix.group, scales).by_row()
+        weight = Weight(matrix.shape, read_codes, Packing(matrix.bits, True), steps, origin=(path, codes.offset))
+        return weight, (activations[0], activations[1]) if activations else (None, None)
 
     def _check_arrays(
-        self, place: str, how: PackedMatrix, scales: Floats, arrays: Mapping[str, npt.NDArray[Any]]
+        self, place: str, matrix: PackedMatrix, scales: Floats, arrays: Mapping[str, npt.NDArray[Any]]
     ) -> None:
-        """Raise CheckpointError where the scales at ``place`` are damaged, or what is made of them is not so made."""
+        """Raise CheckpointError if the scales are damaged, or another array is not what the scales make of it."""
         with np.errstate(over="ignore", invalid="ignore"):
-            sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << how.bits - 1))
-        _require(bool(sound.all()), place, "scales that are finite and not negative, found others")
-        for name, expected in self.arrays(how, scales).items():
+            is_sound = (scales >= 0) & np.isfinite(scales * np.float32(1 << matrix.bits - 1))
+        _require(bool(is_sound.all()), place, "scales that are finite and not negative, found others")
+        for name, expected in self.build_arrays(matrix, scales).items():
             is_same = np.array_equal(arrays[name], expected)
             _require(is_same, place, f"{name[1:]} as its shape and scales make it, found others")
 
@@ -350,32 +350,45 @@ TRANSFORMERS_LAYOUT = DirectoryFormat("transformers")
 """Floats, which ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter."""
 
 
-def _require(sound: bool, place: str, what: str) -> None:
-    if not sound:
+def _require(is_sound: bool, place: str, what: str) -> None:
+    if not is_sound:
         raise CheckpointError(f"{place}: expected {what}. Extract the drafter anew.")
 
 
+def _build_affine_weight(
+    matrix: PackedMatrix, read_codes: Callable[[int, int], Rows], scales: Floats, offsets: Floats
+) -> Weight:
+    """Return a weight of F32 numbers, ``scale · unsigned code + offset``."""
+
+    def read_floats(first: int, last: int) -> Rows:
+        half = 1 << matrix.bits - 1
+        unsigned = (read_codes(first, last).astype(np.float32) + half).reshape(last - first, -1, matrix.group)
+        numbers: Floats = unsigned * scales[first:last, :, None] + offsets[first:last, :, None]
+        return numbers.reshape(last - first, -1)
+
+    return Weight(matrix.shape, read_floats)
+
+
 def _build_activation(place: str, scale: float) -> Activation | None:
-    """The quantization by a stored ``scale``; None where that is 0, which stands for none."""
+    """Return the quantization by a stored ``scale``; None for 0, which stands for no quantization."""
     _require(0 <= scale < np.inf, place, f"a scale of activations that is finite and not negative, found {scale}")
     return Activation("int8", scale, 0) if scale else None
 
 
 def _read_small_tensor(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
-    """All of a small tensor, in float32 where it is of floats."""
+    """Read a whole tensor; BF16 and F16 become float32."""
     is_narrow = tensor.dtype in reading.FLOAT_DTYPES and tensor.dtype != "F32"
     return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
 
 
 def static_scale(activation: Activation | None) -> float:
-    """The scale of what is quantized to INT8 around zero, 0 for anything else."""
+    """Return the scale of an activation quantized to INT8 around zero; 0 for any other, or none."""
     if activation is None or activation.type != "int8" or activation.zero_point != 0:
         return 0.0
     return activation.scale
 
 
-def _describe_static_scales(checkpoint: Checkpoint, packed: Mapping[str, PackedMatrix]) -> Iterator[str]:
-    """What a user should know of the static scales of activations."""
+def _describe_static_scales(checkpoint: Checkpoint, packed: PackedMatrices) -> Iterator[str]:
     static = {role: [a for a in pair if a] for role, pair in checkpoint.activations.items() if any(pair)}
     lost = [role for role, pair in static.items() if role not in packed or not all(map(static_scale, pair))]
     if len(lost) < len(static):

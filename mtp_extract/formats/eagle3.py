@@ -1,13 +1,13 @@
-"""The two directories of an EAGLE-3 head: a Llama configuration, tensors, and the two vocabularies.
+"""The two layouts of an EAGLE-3 head: a Llama configuration, tensors, and the maps between two vocabularies.
 
-SpecForge writes the one, which SGLang and vLLM load. It names the layers of the base twice, because engines count
-otherwise: at the top level as vLLM does (the layer that a state enters), in ``eagle_config`` as SGLang and SpecForge do
-(the layer it leaves); each prefers the place that is its. The speculators library writes the other, which vLLM serves
-by itself and SGLang does not read: the Llama configuration lies inside, and beside it stand the head's own keys, the
-base ("verifier") and how many tokens to propose.
+SpecForge's layout is loaded by SGLang and vLLM. It names the base's layers twice, because engines count them
+differently: at the top level as vLLM does (the layer that a state enters), in ``eagle_config`` as SGLang and SpecForge
+do (the layer that it leaves); each engine prefers its own place. The speculators library's layout is served by vLLM
+without further options and not read by SGLang: the Llama configuration is nested, beside the head's own keys, the base
+("verifier") and the number of tokens to propose.
 
-What engines compute otherwise than the trained head, and do not say so, was read in the sources of vLLM 0.33.0
-(``llama_eagle3.py``, ``speculators``) and SGLang 0.5.23 (``llama_eagle3.py``), for which the layouts are made; and of
+Cases in which engines silently compute something else than the trained head were read in the sources of vLLM 0.33.0
+(``llama_eagle3.py``, ``speculators``) and SGLang 0.5.23 (``llama_eagle3.py``), for which the layouts are made; of
 llama.cpp 0c1e570 (``conversion/llama.py``), which converts both, and mlx-vlm 0.7.10 (``speculative/drafters/eagle3``),
 which loads one.
 """
@@ -15,7 +15,7 @@ which loads one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -43,16 +43,16 @@ from mtp_extract.formats.transformers import MAX_POSITIONS
 WEIGHTS_FILE = "model.safetensors"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _LLAMA = "transformer_layer_config"
-"""Key of a ``speculators`` configuration under which that of the layer lies."""
+"""Key of a ``speculators`` configuration that holds the Llama configuration."""
 
 _T2D = "t2d"
 _D2T = "d2t"
 _EMBED = "embed_tokens.weight"
 _BASE = "base_model_name_or_path"
-"""Read by no engine; what a ``speculators`` directory says of its verifier."""
+"""Read by no engine; a ``speculators`` configuration names its verifier instead."""
 
 _TOKENS = 3
-"""Proposed a round; whoever serves the head may say otherwise."""
+"""Drafts per round, which whoever serves the head may change."""
 
 _NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 _FLAGS: Mapping[str, str] = {
@@ -60,7 +60,7 @@ _FLAGS: Mapping[str, str] = {
     **{name: name for name in _NORMS},
     "target_hidden_size": "backbone_hidden_size",
 }
-"""Key beside those of Llama that both layouts write, be it the default or not → field of an Eagle3Config."""
+"""Key that both layouts write beside those of Llama, even at its default → field of an Eagle3Config."""
 
 VLLM = "vLLM 0.33.0"
 SGLANG = "SGLang 0.5.23"
@@ -75,10 +75,11 @@ class HeadFormat:
     """The directory of an EAGLE-3 head: ``config.json`` and ``model.safetensors``."""
 
     name: str
-    document: Callable[[Eagle3Config, str], Mapping[str, Any]]  # of a head whose weights have this transformers dtype
-    # What a parsed configuration says, all keys that are read at the top level; CheckpointError where one is missing.
+    # Build config.json, given transformers' name of the dtype.
+    document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    # Move all keys that are read to the top level of config.json; CheckpointError if one is missing.
     flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    # What engines make of a head, by its config.json: an engine, and why it takes the head for another.
+    # Engines that compute something else with this config.json, and why.
     list_findings: Callable[[Mapping[str, Any], Eagle3Config], Iterator[tuple[str, str]]]
     marker: str = "config.json"
     weights_file: str = WEIGHTS_FILE
@@ -94,7 +95,7 @@ class HeadFormat:
         roles = {role.names[self.name]: role.name for role in shapes_of(config)}
         tensors = [stored[role].tensor(name) for name, role in roles.items()]
         if config.reduced:
-            # What trainers ask for, and engines skip.
+            # Trainers need it, engines skip it.
             tensors.append(plan_array(_T2D, _mark_draft_tokens(config, stored[_D2T].weight.indices())))
         document = self.document(config, DTYPES[dtype].transformers)
         findings = self.build_findings(document, config)
@@ -105,11 +106,11 @@ class HeadFormat:
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
-    def _require_no_errors(self, findings: Sequence[Finding]) -> None:
-        """Refuse to write what an engine that reads the layout would load wrongly and not say so."""
-        if wrong := [finding for finding in findings if finding.is_error]:
+    def _require_no_errors(self, findings: Iterable[Finding]) -> None:
+        """Raise UnsupportedError if the engines of this layout would silently load the head wrongly."""
+        if errors := [str(finding) for finding in findings if finding.is_error]:
             raise UnsupportedError(
-                f"The {self.name} layout cannot hold this head: {'; '.join(map(str, wrong))}. Choose the other layout.",
+                f"The {self.name} layout cannot hold this head: {'; '.join(errors)}. Choose the other layout.",
                 remedies=("format",),
             )
 
@@ -131,28 +132,26 @@ class HeadFormat:
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread, findings=findings)
 
     def _check_tensors(self, path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
-        """Raise CheckpointError where the tensors are not those of ``config``, or its vocabularies contradict it."""
         expected = {
             role.names[self.name]: (shape, ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES)
             for role, shape in shapes_of(config).items()
         }
-        # A map of all tokens to themselves says nothing.
+        # A head with the base's vocabulary may have maps of all tokens to themselves.
         more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
         reading.check_tensors(path, expected, stored, more)
         _check_vocabulary(path, config, stored)
 
     def build_findings(self, document: Mapping[str, Any], config: Eagle3Config) -> tuple[Finding, ...]:
-        """What engines that read the layout make of a head, whose ``config.json`` is ``document``."""
+        """Return why engines would compute something else; for the layout's own engines that is an error."""
         entries = self.list_findings(document, config)
-        return tuple(Finding(engine, what, engine in (VLLM, SGLANG)) for engine, what in entries)
+        return tuple(Finding(engine, reason, engine in (VLLM, SGLANG)) for engine, reason in entries)
 
 
 def _list_eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
-    """Of SpecForge's layout: the engine, and why it takes the head for another."""
     if not document.get(_IDS):
-        what = f"{_IDS} is not at the top level, and it takes"
-        yield VLLM, f"{what} those of eagle_config for layers entered, not left; write each plus 1 there"
-        yield LLAMA_CPP, f"{what} {_DEFAULT_IDS}; write them there"
+        reason = f"{_IDS} is not at the top level, and it takes"
+        yield VLLM, f"{reason} those of eagle_config for layers entered, not left; write each plus 1 there"
+        yield LLAMA_CPP, f"{reason} {_DEFAULT_IDS}; write them there"
     if not (document.get("eagle_config") or {}).get(_IDS):
         yield SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"
     if config.norm_before_residual:
@@ -168,7 +167,6 @@ def _list_eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> 
 
 
 def _list_speculators_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
-    """The same of the speculators library's layout."""
     if config.norm_output:
         yield LLAMA_CPP, _FED_BACK
         yield MLX_VLM, _FED_BACK
@@ -179,7 +177,6 @@ def _list_speculators_findings(document: Mapping[str, Any], config: Eagle3Config
 
 
 def _build_llama_config(config: Eagle3Config) -> dict[str, Any]:
-    """The keys of a Llama configuration, RoPE flat."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -233,11 +230,10 @@ def _build_speculators_config(config: Eagle3Config, dtype: str) -> dict[str, Any
 
 
 _Layers = Annotated[list[Annotated[int, Meta(ge=-1, le=4096)]], Meta(max_length=64)]
-"""Numbers of layers of the base."""
 
 
 class _Rope(Struct, forbid_unknown_fields=True):
-    """RoPE in the form of transformers 5, flat: engines that read it take 10000 where it is given by layer type."""
+    """RoPE parameters of transformers 5, not by layer type: for those engines silently take a theta of 10000."""
 
     rope_theta: PositiveNumber
     rope_type: Literal["default"] = "default"
@@ -251,13 +247,13 @@ class _Eagle(Struct):
 class _Speculators(Struct):
     speculators_model_type: Literal["eagle3"]
     transformer_layer_config: dict[str, Any]
-    norm_before_residual: bool  # speculators takes false where there is none, vLLM true
+    norm_before_residual: bool  # required: the default is false in speculators, true in vLLM
 
 
 class _FlatFields(Struct):
-    """Of all keys at the top level those that are read."""
+    """The fields of a flattened ``config.json`` that are read."""
 
-    model_type: Literal["llama"]  # in one of qwen3, which vLLM alone serves, queries and keys are normed
+    model_type: Literal["llama"]  # qwen3 heads, which only vLLM serves, norm queries and keys
     hidden_size: Size
     intermediate_size: Size
     vocab_size: Size
@@ -278,9 +274,9 @@ class _FlatFields(Struct):
     norm_output: bool | None = None
 
     def find_base_layers(self) -> tuple[int, ...]:
-        """The layers whose incoming states are read; CheckpointError where neither key says them."""
-        leaving = (self.eagle_config and self.eagle_config.eagle_aux_hidden_state_layer_ids) or []
-        layers = self.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in leaving]
+        """Return the base's layers whose incoming states are read; CheckpointError if neither key names them."""
+        left_layers = (self.eagle_config and self.eagle_config.eagle_aux_hidden_state_layer_ids) or []
+        layers = self.eagle_aux_hidden_state_layer_ids or [layer + 1 for layer in left_layers]
         if not layers:
             raise CheckpointError(
                 f"expected {_IDS}, found none; engines take {_DEFAULT_IDS}: write those that the head was trained with"
@@ -288,7 +284,6 @@ class _FlatFields(Struct):
         return tuple(layers)
 
     def find_rope_theta(self) -> float:
-        """Base of the frequencies, in whichever form it stands; CheckpointError where it is missing."""
         theta = self.rope_parameters.rope_theta if self.rope_parameters else self.rope_theta
         if theta is None:
             raise CheckpointError(
@@ -298,7 +293,7 @@ class _FlatFields(Struct):
 
 
 def _flatten_speculators_config(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``speculators`` configuration says, as the other layout has it."""
+    """Turn a ``speculators`` configuration into one of SpecForge's keys."""
     llama = reading.fields_of(document, _Speculators).transformer_layer_config
     verifier = document.get("speculators_config")
     for key in ("verifier", "name_or_path"):
@@ -307,7 +302,6 @@ def _flatten_speculators_config(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_head_config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    """The head that ``flat`` keys describe, beside which a table of embeddings lies or does not."""
     fields = reading.fields_of(flat, _FlatFields)
     base = flat.get(_BASE)
     flags = {name: bool(getattr(fields, name)) for name in _NORMS}
@@ -322,7 +316,7 @@ def _parse_head_config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Co
         base_layers=fields.find_base_layers(),
         rope_theta=fields.find_rope_theta(),
         own_embedding=own_embedding,
-        # A path of whoever trained means nothing elsewhere.
+        # The trainer's local path of the base means nothing elsewhere.
         base=base if isinstance(base, str) and _HUB_NAME.fullmatch(base) else None,
         **{name: getattr(fields, name) for name in _OWN_NAMES},
         **flags,
@@ -335,22 +329,22 @@ _OWN_NAMES = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 
 _HARMLESS = (
-    # Which base it is for, and how many tokens to propose.
+    # The base, and the number of drafts.
     *(_BASE, "speculators_version", "speculators_config.verifier*", "speculators_config.*proposal_method*"),
-    # What is read in full, in whatever form it stands, and what is off without a window.
+    # Read in every form that it may have, or unused without a sliding window.
     *("rope_parameters", f"{_LLAMA}.architectures", "max_window_layers", "eagle_config.norm_before_fc"),
 )
 _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "pretraining_tp": (1,),
         "layer_types": (["full_attention"],),
-        # Implied where they are missing.
+        # These may be missing, since other keys imply them.
         **dict.fromkeys(("head_dim", "num_key_value_heads", "tie_word_embeddings", *_FLAGS), (None,)),
         **dict.fromkeys(("eagle_config", "eagle_config.use_aux_hidden_state", _IDS), (None,)),
         "architectures": (["Eagle3LlamaForCausalLM"],),
     }
 )
-"""What the Llama configuration and the keys beside it may say otherwise than they are written here."""
+"""Key → other values that mean the same as ours."""
 
 EAGLE = HeadFormat("eagle3", _build_eagle3_config, dict, _list_eagle3_findings)
 
@@ -360,25 +354,23 @@ SPECULATORS = HeadFormat(
 
 
 def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
-    """Raise CheckpointError where the two maps between the base's tokens and the head's are none, or contradict each
-    other."""
-    mapping = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
-    targets = mapping + np.arange(len(mapping))
-    each_once = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
-    if not each_once or (mapping.any() and not config.reduced):
-        what = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
+    """Raise CheckpointError if the maps between the base's tokens and the head's are invalid, or disagree."""
+    differences = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
+    targets = differences + np.arange(len(differences))
+    is_one_to_one = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
+    if not is_one_to_one or (differences.any() and not config.reduced):
+        expected = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
         raise reading.build_mismatch_error(
-            path, [f"{_D2T}: expected {what}, and zeros where there is a row of every token; found others"]
+            path, [f"{_D2T}: expected {expected}, and zeros where there is a row of every token; found others"]
         )
-    marks = _mark_draft_tokens(config, mapping)
+    marks = _mark_draft_tokens(config, differences)
     if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
-        raise reading.build_mismatch_error(
-            path, [f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"]
-        )
+        problem = f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"
+        raise reading.build_mismatch_error(path, [problem])
 
 
-def _mark_draft_tokens(config: Eagle3Config, mapping: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which of the base's tokens the head can propose; ``mapping`` is d2t, the differences to its own tokens."""
+def _mark_draft_tokens(config: Eagle3Config, differences: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return t2d: True for every token of the base that the head can propose. ``differences`` are d2t."""
     marks = np.zeros(config.vocab_size, np.bool_)
-    marks[mapping + np.arange(config.draft_vocab_size)] = True
+    marks[differences + np.arange(config.draft_vocab_size)] = True
     return marks

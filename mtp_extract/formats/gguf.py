@@ -1,12 +1,12 @@
-"""One file that llama.cpp loads, with the integers of the LiteRT file in it.
+"""One file that llama.cpp loads, with the integers of the bundle in it.
 
-Codes of 4 bits and less become Q4_0, of 8 bits Q8_0, with the row's step repeated in every block of 32 and rounded to
-FP16, the only type that steps have there. Norms, scalars and what cannot be held so are F32.
+Codes of 4 bits and less become Q4_0, of 8 bits Q8_0: blocks of 32 codes with an FP16 scale, so the scale of a row is
+repeated in its blocks and rounded to FP16. Norms, scalars and matrices that do not fit are F32.
 
-The keys are those that llama.cpp's converter writes and its loader reads, of ``gemma4-assistant``, and our own where it
-has none. FP32 keys hold numbers that users know in decimal; one that does not come back as the same number stands in
-float64 under ``mtp_extract.`` as well. Reading takes the few keys of which the others follow, makes all of them again
-and compares.
+The keys are those that llama.cpp's converter writes and its loader reads for ``gemma4-assistant``, and our own under
+``mtp_extract.`` where it has none. Numbers that users know in decimal are FP32 there; one that FP32 does not preserve
+is also stored as float64 under ``mtp_extract.``. Reading takes the few keys that determine the others, builds all keys
+again and compares.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ from mtp_extract.litertlm.storage import Floats, Packing
 _HEAD, _ROPE = "token_embd.weight", "rope_freqs.weight"
 _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 _QUANTIZED = MappingProxyType({kind.name: kind for kind in BLOCK_TYPES.values()})
-# llama_ftype, of the type that most matrices have.
+# llama_ftype of the dtype that most matrices have.
 _FILE_TYPES = MappingProxyType({"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32})
 _DROPPED = "llama.cpp computes the dense head, of which the ordered one looks at a part"
 _EXACT_GELU = "The gate is an exact GELU, of which llama.cpp computes the tanh approximation."
 
 ARCH = "gemma4-assistant"
-"""What llama.cpp calls the architecture."""
+"""llama.cpp's name of the architecture."""
 
 OWN = "mtp_extract."
-"""What keys of ours begin with."""
+"""Prefix of our own keys."""
 
 _NEVER_TURNED = 1e30
-"""A frequency divided by this does not turn; llama.cpp's converter writes the same."""
+"""Divisor of the frequencies of unrotated dimensions, as llama.cpp's converter writes it."""
 
 _NO_FACTORS = np.empty(0, np.float32)
 _FACTOR = "rope.factor"
-"""By what frequencies are divided: no key of llama.cpp's, which has a tensor for it."""
+"""The divisor of the other frequencies; llama.cpp has no key for it, but the tensor of all divisors."""
 
 _NUMBERS = (
     *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "final_logit_softcapping"),
     _FACTOR,
 )
-"""What is stored in FP32."""
+"""Keys that are stored in FP32."""
 
 _HARMLESS = (
-    # What it is called, who made it, and how one samples from a model that is no drafter.
+    # Names, authors, and sampling parameters, which are for base models.
     *("general.name", "general.author", "general.version", "general.organization", "general.finetune", "general.url"),
     *("general.basename", "general.description", "general.quantized_by", "general.size_label", "general.license*"),
     *("general.doi", "general.uuid", "general.repo_url", "general.source.*", "general.base_model.*", "general.tags"),
     *("general.dataset.*", "general.languages", "general.sampling.*", "general.file_type", "general.alignment"),
     "general.quantization_version",
-    # Drafts are tokens of the base, whatever a file calls them; that they are as many is read.
+    # Drafts are tokens of the base, whatever the tokenizer calls them; only their number is read.
     *("tokenizer.*", "quantize.imatrix.*"),
-    # What is read in full, and where it came from.
+    # Keys that are read, and the provenance.
     *(ARCHITECTURE, f"{ARCH}.context_length", f"{ARCH}.attention.head_count_kv"),
     *(f"{OWN}{key}" for key in ("version", "source.*", "section.*", "rope.*", "attention.*")),
     f"{OWN}final_logit_softcapping",
@@ -87,11 +87,10 @@ _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 class GgufFormat:
-    """``mtp-BASE-TYPE.gguf``; what is read may also be a single file of any name.
+    """``mtp-BASE-TYPE.gguf``; :meth:`read` also takes a single file of any name.
 
-    llama.cpp pairs a file with a base of the same repository or folder of the Hub where ``mtp-`` is in its name
-    (``find_best_mtp`` of its common/download.cpp), and of several takes the one whose type, before the ending, is the
-    base's or nearest to it.
+    llama.cpp pairs a base with a file of the same Hub repository or folder that has ``mtp-`` in its name
+    (``find_best_mtp`` of its common/download.cpp); of several it takes the one whose type is nearest to the base's.
     """
 
     name = "gguf"
@@ -125,20 +124,20 @@ class GgufFormat:
         ]
         if (factors := _compute_frequency_factors(config)).size:
             tensors.append(plan_array(_ROPE, factors))
-        # The type that most matrices have names the file.
-        most = max(_FILE_TYPES, key=[tensor.dtype for tensor in tensors if len(tensor.shape) > 1].count)
+        # The file is named after the dtype of most matrices.
+        main_dtype = max(_FILE_TYPES, key=[tensor.dtype for tensor in tensors if len(tensor.shape) > 1].count)
         file = OutputFile(
-            f"mtp-{_derive_base_name(checkpoint.provenance)}-{most}.gguf",
+            f"mtp-{_derive_base_name(checkpoint.provenance)}-{main_dtype}.gguf",
             tuple(tensors),
-            metadata=_build_metadata(checkpoint.provenance, config, most),
+            metadata=_build_metadata(checkpoint.provenance, config, main_dtype),
             notes=(_EXACT_GELU,) if config.hidden_activation == "gelu" else (),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, (file,))
 
     def read(self, directory: Path) -> Checkpoint:
-        # Of several files the first, beside which the others do not belong.
         path = directory
         if not path.is_file():
+            # The first of several files; the others are reported as not belonging to the checkpoint.
             path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
         factors = Stored(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
@@ -161,25 +160,27 @@ GGUF = GgufFormat()
 
 
 def _round_scales_to_f16(codes: Weight) -> Floats:
-    """The scales of ``codes``, rounded to FP16; NoCodesError where Q4_0 and Q8_0 do not hold them, or the codes."""
+    """Return the scales of ``codes`` rounded to FP16; NoCodesError if Q4_0 and Q8_0 cannot hold them or the codes."""
     block = codes.steps.block
     if codes.columns % BLOCK or block % BLOCK:
-        what = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
-        each = f"a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
-        raise NoCodesError(f"it has {what}, not {each}")
+        shape = f"rows of {codes.columns}" if codes.columns % BLOCK else f"blocks of {block}"
+        raise NoCodesError(
+            f"it has {shape}, not a scale for each {BLOCK} numbers of a row (compressed-tensors keeps any rows)"
+        )
     sizes = codes.steps.size
     with np.errstate(over="ignore", under="ignore"):
         halves: Floats = sizes.astype(np.float16).astype(np.float32)
-    unlike = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
-    if unlike.any():
-        only = "the only type of scale there is in Q4_0 and Q8_0 (mlx, compressed-tensors and gemma have F32)"
-        raise NoCodesError(f"a scale of {float(sizes[unlike][0]):.2g} is out of FP16's range, {only}")
+    unfit = ~(np.abs(halves - sizes) <= DTYPES["f16"].roundoff * np.abs(sizes))
+    if unfit.any():
+        raise NoCodesError(
+            f"a scale of {float(sizes[unfit][0]):.2g} is out of FP16's range, the only type of scale there is in Q4_0 "
+            "and Q8_0 (mlx, compressed-tensors and gemma have F32)"
+        )
     return halves
 
 
 def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
-    """The shape that a file says; CheckpointError where it is no such drafter's, lists other tokens than rows, or has
-    factors that are not those of the RoPE that its keys state."""
+    """Parse the keys; CheckpointError if they are another model's, or contradict the head or the RoPE factors."""
     if (arch := metadata.get(ARCHITECTURE)) != ARCH:
         raise CheckpointError(_describe_wrong_architecture(arch))
     rows = stored[_HEAD].shape[0] if _HEAD in stored else 0
@@ -197,7 +198,6 @@ def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 
 
 def _check_tensors(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
-    """Raise CheckpointError where the tensors of the file at ``path`` are not those of ``config``."""
     readable = (*reading.FLOAT_DTYPES, *_QUANTIZED)
     expected = {role.names[GGUF.name]: (shape, readable) for role, shape in shapes_of(config).items()}
     places = {name: (path, tensor) for name, tensor in stored.items()}
@@ -205,8 +205,8 @@ def _check_tensors(path: Path, config: DrafterConfig, stored: Mapping[str, Store
 
 
 def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[str, ...]:
-    """Compare a file's keys with those that we would write; as :func:`compare_document`."""
-    # Plain floats are FP32 there.
+    """Compare a file's keys with ours, as :func:`compare_document` does."""
+    # A Python float is written as FP32.
     written = {key: np.float32(value) if type(value) is float else value for key, value in expected.items()}
     documents = [
         {key: value.item() if isinstance(value, np.generic) else value for key, value in document.items()}
@@ -216,46 +216,44 @@ def _compare_keys(path: Path, metadata: Mapping[str, Any], expected: Mapping[str
 
 
 def _describe_wrong_architecture(name: object) -> str:
-    """What a file of the architecture ``name`` is, that it is not read, and what to ask for."""
-    ask = f"Ask for one that llama.cpp's own converter wrote ({ARCH})"
-    text = str(name)
-    if "assistant" in text or "mtp" in text:
-        return f"a drafter for another program than llama.cpp ({ARCHITECTURE} {escape(name)}); it is not read. {ask}."
-    what = "the base model's, or another model's"
-    return f"expected {ARCHITECTURE} {ARCH}, found {escape(name)}: {what}. Point to the drafter. {ask}."
+    advice = f"Ask for one that llama.cpp's own converter wrote ({ARCH})."
+    if "assistant" in str(name) or "mtp" in str(name):
+        problem = f"a drafter for another program than llama.cpp ({ARCHITECTURE} {escape(name)})"
+        return f"{problem}; it is not read. {advice}"
+    problem = f"expected {ARCHITECTURE} {ARCH}, found {escape(name)}: the base model's, or another model's"
+    return f"{problem}. Point to the drafter. {advice}"
 
 
 _ENDINGS = (".litertlm", ".tflite", ".gguf", "-assistant", "-mtp-drafter")
-"""Of the name of a source, what is not of its base's."""
-_UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
+"""Removed from the name of a source to get its base's name."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _PARTS = re.compile(
     r"(?P<basename>.+?)-(?P<size_label>(?:\d+x)?[AE]?\d+(?:\.\d+)?[BKM](?:-A\d+B)?)(?:-(?P<finetune>.+))?"
 )
 
 
 def _derive_base_name(provenance: Mapping[str, str]) -> str:
-    """What the base is called in a file's name, by the name of the bundle or directory that all came from."""
+    """Return the base's name for the file's name, from the name of the bundle or directory that was converted."""
     name = provenance.get("source.name", "").rstrip("/").rpartition("/")[2]
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
-    return _UNFIT.sub("-", name).removeprefix("mtp-").strip("-.") or "drafter"
+    return _NOT_IN_NAMES.sub("-", name).removeprefix("mtp-").strip("-.") or "drafter"
 
 
 def _split_base_name(base: str) -> dict[str, str]:
-    """The parts of a base's name that GGUF's naming convention has, as far as it has them: gemma-4, E4B, it."""
-    found = _PARTS.fullmatch(base)
-    parts = {"basename": base} if found is None else {key: part for key, part in found.groupdict().items() if part}
+    """Return the keys of the parts of a base's name in GGUF's naming convention: gemma-4, E4B, it."""
+    match = _PARTS.fullmatch(base)
+    parts = {"basename": base} if match is None else {key: part for key, part in match.groupdict().items() if part}
     return {f"general.{key}": part for key, part in parts.items()}
 
 
 def _build_weight(path: Path, stored: StoredTensor, name: str) -> Weight:
-    """The tensor called ``name`` as a weight, of codes where it is of blocks."""
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
         return Stored(path, stored, name)
 
     def read_steps() -> Steps:
-        size = np.concatenate([kind.steps(read(*some)) for some in row_ranges(weight)])
+        size = np.concatenate([kind.steps(read(*row_range)) for row_range in row_ranges(weight)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
         return Steps.around_zero(BLOCK, size).by_row()
@@ -272,7 +270,7 @@ def _build_weight(path: Path, stored: StoredTensor, name: str) -> Weight:
 
 
 def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
-    """``codes`` around zero, of rows and blocks that divide by 32, in the type for their width."""
+    """Plan a tensor of Q4_0 or Q8_0 blocks; the rows and blocks of ``codes`` divide by 32."""
     kind, sizes = BLOCK_TYPES[max(codes.bits, min(BLOCK_TYPES))], codes.steps.size
 
     def pack_blocks(first: int, last: int) -> Rows:
@@ -282,9 +280,8 @@ def _plan_blocks(name: str, codes: Weight) -> PlannedTensor:
 
 
 def _build_metadata(provenance: Mapping[str, str], config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """Every key of a file of matrices of ``dtype``: what it is and where it came from, around what states its shape."""
+    """Build every key of a file whose main dtype is ``dtype``."""
     keys = {ARCHITECTURE: ARCH, "general.type": "model"}
-    # Where it came from, in the keys that the standard has for it.
     if "source.name" in provenance:
         keys["general.name"] = f"MTP drafter of {provenance['source.name']}"
     if "source.repository" in provenance:
@@ -304,10 +301,7 @@ def _build_metadata(provenance: Mapping[str, str], config: DrafterConfig, dtype:
 
 
 def _build_shape_keys(config: DrafterConfig) -> dict[str, Any]:
-    """Every key that says what ``config`` says; UnsupportedError where llama.cpp would compute something else.
-
-    RoPE's rotated share is in :func:`_compute_frequency_factors` too.
-    """
+    """Build the keys that determine ``config``; UnsupportedError if llama.cpp would compute something else."""
     config.require_uniform()
     if SLIDING in config.layer_types and config.sliding.rope.kind != "default":
         why = "The sliding layers turn a part of a head, or slower, where llama.cpp turns all by plain frequencies."
@@ -323,8 +317,8 @@ def _build_shape_keys(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _build_llama_keys(config: DrafterConfig) -> dict[str, Any]:
-    """llama.cpp's keys, without its architecture before them."""
-    sliding, full = config.sliding, config.full  # each stands for the other where there is none
+    """Build llama.cpp's keys, without the architecture that they begin with."""
+    sliding, full = config.sliding, config.full  # the same layer if a drafter has only one type
     heads = config.num_kv_heads
     keys: dict[str, Any] = {
         "block_count": config.num_layers,
@@ -356,31 +350,31 @@ def _build_llama_keys(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _build_own_keys(config: DrafterConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Our own keys, without what they begin with: what ``keys``, llama.cpp's, cannot say, or not to the bit."""
-    extra_keys: dict[str, Any] = {"hidden_activation": config.hidden_activation}
+    """Build our own keys, without their prefix: what llama.cpp's ``keys`` cannot say, or not to the bit."""
+    own_keys: dict[str, Any] = {"hidden_activation": config.hidden_activation}
     numbers = dict(keys)
     if FULL in config.layer_types:
-        extra_keys["rope.partial_rotary_factor"] = np.float64(config.full.rope.partial_rotary_factor)
+        own_keys["rope.partial_rotary_factor"] = np.float64(config.full.rope.partial_rotary_factor)
         numbers[_FACTOR] = config.full.rope.factor
     inexact = [
         key for key in _NUMBERS if key in numbers and _convert_to_python(np.float32(numbers[key])) != numbers[key]
     ]
-    return extra_keys | {key: np.float64(numbers[key]) for key in inexact}
+    return own_keys | {key: np.float64(numbers[key]) for key in inexact}
 
 
 def _compute_frequency_factors(config: DrafterConfig) -> Floats:
-    """By what the frequencies of full layers are divided, ``[head_dim / 2]``; empty where there are no such layers."""
+    """Return the divisors of full layers' frequencies, F32 [head_dim / 2]; empty without full layers."""
     full = config.kv_layers.get(FULL)
     if full is None:
         return _NO_FACTORS
     factors = np.full(full.head_dim // 2, _NEVER_TURNED, np.float32)
-    # As many pairs of dimensions turn as mtp_extract.graph.rotation.frequencies has it.
+    # The same number of dimension pairs as in mtp_extract.graph.rotation.frequencies.
     factors[: int(full.rope.partial_rotary_factor * full.head_dim // 2)] = full.rope.factor
     return factors
 
 
 class _GgufFields(Struct, kw_only=True):
-    """Of a file's keys those that are read, under their own names or llama.cpp's after the architecture's."""
+    """The keys that are read: ours, and llama.cpp's without the architecture."""
 
     layers: Size = field(name="block_count")
     hidden_size: Size = field(name="embedding_length")
@@ -406,17 +400,16 @@ _SAME = (
     *("hidden_size", "backbone_hidden_size", "intermediate_size", "num_heads", "rms_norm_eps"),
     *("final_logit_softcap", "hidden_activation", "max_position_embeddings"),
 )
-"""Fields of both that and a DrafterConfig."""
+"""Fields that a DrafterConfig has under the same names."""
 
 
 def _convert_to_python(value: Any) -> Any:
-    """``value`` as Python's own; of a number in FP32 or FP64 the shortest decimal that is the same there."""
+    """Convert an FP32 or FP64 number to the float whose shortest decimal it has; leave other values."""
     return float(str(value)) if isinstance(value, np.floating) else value
 
 
 def _parse_config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats) -> DrafterConfig:
-    """The shape that a file with a ``vocabulary`` of so many rows says; the inverse of :func:`_build_shape_keys` and
-    :func:`_compute_frequency_factors`."""
+    """Invert :func:`_build_shape_keys` and :func:`_compute_frequency_factors`."""
     keys = {key.removeprefix(f"{ARCH}."): _convert_to_python(value) for key, value in metadata.items()}
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
         keys[_FACTOR] = _convert_to_python(factors[0])
@@ -428,7 +421,7 @@ def _parse_config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats)
 
 
 def _build_layers(fields: _GgufFields, share: float) -> tuple[LayerConfig, ...]:
-    """Every layer; of full ones, a ``share`` of the head is rotated."""
+    """Build every layer; ``share`` is the rotated part of a full layer's heads."""
     heads = fields.num_kv_heads if isinstance(fields.num_kv_heads, list) else [fields.num_kv_heads] * fields.layers
     if not fields.layers == len(fields.slides) == len(heads):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""One F32 tensor for each stored constant, named by role, with ``mtp_drafter_config.json``.
+"""One F32 tensor per constant of the bundle, named by role, with ``mtp_drafter_config.json``.
 
 This is the layout of the first public extraction of such a drafter ("the seed"): 42 tensors where roles share
-constants. No engine loads it; it shows what the file stores, and can express what transformers' config cannot.
+constants. No engine loads it; it shows what the bundle stores, and can express what transformers' config cannot.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class LitertFormat:
         if config.ordered_head is not None:
             raise UnsupportedError("The litert layout has no ordered head: no LiteRT file holds one.")
         names = _name_tensors(checkpoint.tensors, config)
-        # A tensor lies where the last of its roles stands, and holds what the first one has.
-        first = {name: role for role, name in reversed(names.items())}
-        roles = dict(reversed(first.items()))
+        # Roles that share a constant share a tensor: it is listed under the first role, in the last one's place.
+        first_roles = {name: role for role, name in reversed(names.items())}
+        roles = dict(reversed(first_roles.items()))
         tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
         files = (
             OutputFile(self.weights_file, tensors),
@@ -78,7 +78,7 @@ class LitertFormat:
         expected = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(directory / self.weights_file, expected, stored)
         tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
-        # The graph of a layer without a scalar multiplies by nothing, which is 1.
+        # A layer without a scalar has the scalar 1.
         return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread).whole()
 
 
@@ -88,12 +88,12 @@ LITERT_LAYOUT = LitertFormat()
 def _name_tensors(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[str, str]:
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
-    first: dict[object, str] = {}
+    name_of_origin: dict[object, str] = {}
     for role in shapes_of(config):
         tensor = tensors.get(role.name)
         if tensor is not None:
             name = role.names[LITERT_LAYOUT.name]
-            names[role.name] = name if tensor.origin is None else first.setdefault(tensor.origin, name)
+            names[role.name] = name if tensor.origin is None else name_of_origin.setdefault(tensor.origin, name)
     return names
 
 
@@ -104,7 +104,7 @@ def _build_config(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, 
         **{name: getattr(config, name) for name in _SIZES},
         "num_layers": config.num_layers,
         "num_heads": config.num_heads,
-        # A value a layer.
+        # A value per layer.
         "head_dims": list(config.head_dims),
         "num_kv_heads": list(config.num_kv_heads),
         "layer_types": list(config.layer_types),
@@ -120,7 +120,7 @@ def _build_config(config: DrafterConfig, names: Mapping[str, str]) -> dict[str, 
 
 
 class _LitertFields(Struct):
-    """Of ``mtp_drafter_config.json`` what is read."""
+    """The fields of ``mtp_drafter_config.json`` that are read."""
 
     backbone_hidden_size: Size
     hidden_size: Size
@@ -140,11 +140,11 @@ class _LitertFields(Struct):
     max_position_embeddings: Size | None = None
 
     def build_config(self) -> DrafterConfig:
-        """The shape of the drafter; CheckpointError where a layer has no place in a list, no RoPE or a wrong window."""
+        """Raise CheckpointError if the lists differ in length, or a layer lacks RoPE or has a wrong window."""
         columns = (self.layer_types, self.head_dims, self.num_kv_heads, self.sliding_windows)
-        even = len({len(column) for column in columns}) == 1
-        if not even or any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
-            what = "head_dims, num_kv_heads and sliding_windows of each layer, and windows of sliding layers alone"
-            raise CheckpointError(f"expected {what}, found others")
+        is_even = len({len(column) for column in columns}) == 1
+        if not is_even or any((window is None) == (kind == SLIDING) for kind, *_, window in zip(*columns, strict=True)):
+            expected = "head_dims, num_kv_heads and sliding_windows of each layer, and windows of sliding layers alone"
+            raise CheckpointError(f"expected {expected}, found others")
         layers = (LayerConfig(*layer, parse_rope(self.rope, layer[0])) for layer in zip(*columns, strict=True))
         return DrafterConfig(layers=tuple(layers), **{name: getattr(self, name) for name in _OWN_NAMES})

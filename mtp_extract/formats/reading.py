@@ -1,4 +1,4 @@
-"""Reading strictly: the few fields of a configuration that count, and the tensors of a file."""
+"""Strict reading, shared by all formats: the fields of a configuration, and the tensors of weights files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, 
 from mtp_extract.io.typed import read
 
 FLOAT_DTYPES = tuple(FLOAT_NAMES)
-"""Names of the types that floats are stored in."""
+"""Names of the dtypes that floats are stored in."""
 
 Tensors = Mapping[str, tuple[Path, StoredTensor]]
-"""Tensor → the file that holds it, and where in it."""
+"""Tensor name → the file that holds it, and its place there."""
 
 ExpectedTensors = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
-"""Tensor → the shape that it is to have, and the types that it may have."""
+"""Tensor name → its shape, and the dtypes that it may have."""
 
 Fields = TypeVar("Fields", bound=Struct)
 
@@ -32,31 +32,30 @@ Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 PositiveNumber = Annotated[float, Meta(ge=1e-30, le=1e30)]
 PositiveShare = Annotated[float, Meta(ge=1e-30, le=1.0)]
 GateFunction = Literal["gelu_pytorch_tanh", "gelu"]
-"""transformers' name of a gate's function."""
+"""transformers' name of the activation of a gated MLP."""
 
 INDEX_ENDING = ".index.json"
-"""Behind the name of a file of tensors: where the parts that stand for it are listed."""
+"""Ends the name of the index that lists the parts of a weights file."""
 
 _SAFETENSORS = ".safetensors"
 
 
 def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
-    """The fields of ``document`` that ``kind`` has; those that it has not are passed over.
+    """Parse ``document`` as a ``kind``; keys without a field are ignored.
 
     Raises:
-        CheckpointError: one is missing, of another type or out of range; the message names it.
+        CheckpointError: a field is missing, of another type or out of range; the message names it.
     """
     try:
         return read(document, kind)
     except ValueError as error:
-        what = str(error).removeprefix("the whole: ")
-        raise CheckpointError(f"{escape(what)}. Check the config.") from error
+        problem = str(error).removeprefix("the whole: ")
+        raise CheckpointError(f"{escape(problem)}. Check the config.") from error
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Around reading the shape that the file at ``path`` describes: whatever is wrong with it is a CheckpointError that
-    names the file."""
+    """Turn errors of the block, which reads a config from ``path``, into CheckpointErrors that name the file."""
     try:
         yield
     except (CheckpointError, DrafterError, UnsupportedError) as error:
@@ -64,13 +63,13 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def find_weight_files(directory: Path, name: str) -> list[Path]:
-    """The files in ``directory`` that hold what ``name``, such as ``model.safetensors``, does: it, or its parts.
+    """Find the weights file ``name``, such as ``model.safetensors``, in ``directory``, or its parts.
 
-    As transformers looks for them: the file itself, else the files that ``NAME.index.json`` lists; without an index, as
-    vLLM does, ``model-00001-of-00002.safetensors`` and so on.
+    First the file itself, then the files that ``NAME.index.json`` lists, as transformers does; without an index
+    ``model-00001-of-00002.safetensors`` and so on, as vLLM does.
 
     Raises:
-        CheckpointError: neither is there, or an index names what is no file beside it.
+        CheckpointError: no file is found, or the index names something that is no file beside it.
     """
     single = directory / name
     index = directory / f"{name}{INDEX_ENDING}"
@@ -79,7 +78,7 @@ def find_weight_files(directory: Path, name: str) -> list[Path]:
         return [single]
     if index.is_file():
         return [directory / part for part in dict.fromkeys(_read_weight_map(index).values())]
-    # Where one is missing, so are its tensors.
+    # If a part is missing, its tensors are reported later.
     if parts := sorted(directory.glob(f"{stem}-*-of-*{_SAFETENSORS}")):
         return parts
     raise CheckpointError(
@@ -89,11 +88,11 @@ def find_weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    """Tensor → file, as the index at ``index`` says; every file lies beside it."""
+    """Read tensor name → file name from an index; CheckpointError unless every file lies beside it."""
     weight_map = read_object(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     for name in names or [None]:
-        # Nothing in a file that was fetched may point out of its directory.
+        # A downloaded index must not point out of its directory.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SAFETENSORS):
             raise CheckpointError(
                 f"{escape(index)}: expected a weight_map of tensors and {_SAFETENSORS} files beside it, found "
@@ -106,21 +105,25 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
 
 
 def read_weights(directory: Path, name: str) -> Tensors:
-    """The tensors in ``directory`` of the safetensors file ``name``, or of its parts (:func:`find_weight_files`);
-    CheckpointError where a file is missing or damaged, or two hold the same tensor."""
+    """Locate the tensors of the safetensors file ``name`` in ``directory``, or of its parts.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or two files hold the same tensor.
+    """
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for path in find_weight_files(directory, name):
         stored, _ = read_safetensors(path)
-        if twice := sorted(tensors.keys() & stored.keys()):
-            raise CheckpointError(f"{escape(path)}: holds {few(twice)}, as another part does. Fetch it again.")
+        if repeated := sorted(tensors.keys() & stored.keys()):
+            raise CheckpointError(f"{escape(path)}: holds {few(repeated)}, as another part does. Fetch it again.")
         tensors |= {tensor: (path, place) for tensor, place in stored.items()}
     return tensors
 
 
 def find_index_conflicts(directory: Path, name: str, tensors: Tensors) -> tuple[str, ...]:
-    """Why an engine that goes by the index of ``name`` would read other tensors, as a clause; none where it would not.
+    """Describe, as a clause, what an engine would load otherwise by the index of ``name``; empty if nothing.
 
-    Where the index is the only way to the tensors, that is a CheckpointError.
+    Raises:
+        CheckpointError: the index is wrong, and there is no single file ``name`` to read instead.
     """
     index = directory / f"{name}{INDEX_ENDING}"
     if not index.is_file():
@@ -139,28 +142,28 @@ def find_index_conflicts(directory: Path, name: str, tensors: Tensors) -> tuple[
 
 
 def check_tensors(
-    path: Path, expected: ExpectedTensors, found: Tensors, more: ExpectedTensors = MappingProxyType({})
+    path: Path, expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors = MappingProxyType({})
 ) -> None:
-    """Hold the tensors of the file at ``path``, or of its parts, against what its config asks for.
+    """Compare the tensors of the file at ``path``, or of its parts, with those that its config requires.
 
     Args:
-        more: tensors that may be there as well.
+        more: optional tensors.
 
     Raises:
-        CheckpointError: names every tensor that is missing, unexpected, or of another shape or type.
+        CheckpointError: names every tensor that is missing, unexpected, or of another shape or dtype.
     """
-    problems = list(_list_wrong_tensors(expected, found, more))
-    types = list(_list_wrong_types({**more, **expected}, found))
-    if problems:
-        raise build_mismatch_error(path, [*problems, *types])
-    if types:
-        others = f" (and {several(len(types) - 1, 'tensor')} more)" if len(types) > 1 else ""
+    wrong_tensors = list(_list_wrong_tensors(expected, tensors, more))
+    wrong_types = list(_list_wrong_types({**more, **expected}, tensors))
+    if wrong_tensors:
+        raise build_mismatch_error(path, [*wrong_tensors, *wrong_types])
+    if wrong_types:
+        rest = f" (and {several(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
         advice = "which is not read. Ask for the drafter in such a type"
-        raise CheckpointError(f"{escape(path)}: {types[0]}{others}, {advice}.")
+        raise CheckpointError(f"{escape(path)}: {wrong_types[0]}{rest}, {advice}.")
 
 
 def _list_wrong_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> Iterator[str]:
-    """Tensors that are missing, of another shape, or too many, each as a clause."""
+    """Describe tensors that are missing, of another shape, or unexpected, a clause each."""
     for name, (shape, _) in {**more, **expected}.items():
         if name not in tensors:
             if name in expected:
@@ -172,16 +175,16 @@ def _list_wrong_tensors(expected: ExpectedTensors, tensors: Tensors, more: Expec
 
 
 def _list_wrong_types(expected: ExpectedTensors, tensors: Tensors) -> Iterator[str]:
-    """Tensors of the right shape and another type, each as a clause."""
+    """Describe tensors of the right shape and another dtype, a clause each."""
     for name, (shape, dtypes) in expected.items():
         if name in tensors and tensors[name][1].shape == shape and tensors[name][1].dtype not in dtypes:
             yield f"{escape(name)}: expected {either(dtypes)}, found {escape(tensors[name][1].dtype)}"
 
 
 def build_mismatch_error(path: Path, problems: Iterable[str]) -> CheckpointError:
-    """The error that lists ``problems`` of the tensors in the file at ``path``."""
-    named = few(sorted(problems), separator="; ")
+    """Build the error that lists ``problems`` of the tensors in the file at ``path``."""
+    listed = few(sorted(problems), separator="; ")
     return CheckpointError(
-        f"{escape(path)}: the checkpoint does not match its config: {named}. Extract the drafter anew, "
+        f"{escape(path)}: the checkpoint does not match its config: {listed}. Extract the drafter anew, "
         "or check which model the config describes."
     )

@@ -1,8 +1,8 @@
-"""The directory that ``Gemma4AssistantForCausalLM.from_pretrained`` loads, and vLLM, SGLang and llama.cpp's converter.
+"""The configuration that transformers, vLLM, SGLang and llama.cpp's converter read.
 
-``config.json`` is written field by field: transformers' own ``save_pretrained`` (5.22.2) drops ``global_head_dim`` in
-favour of a per-layer form that llama.cpp's converter does not read; SGLang recognises the model by
-``architectures`` and wants ``tie_word_embeddings`` in ``text_config`` too.
+``config.json`` is written field by field: transformers' own ``save_pretrained`` (5.22.2) replaces ``global_head_dim``
+by a per-layer form that llama.cpp's converter does not read; SGLang recognises the model by ``architectures`` and needs
+``tie_word_embeddings`` in ``text_config`` too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveSh
 
 GENERATION_FILE = "generation_config.json"
 MAX_POSITIONS = 131072
-"""Written of a drafter that does not say for how many positions it was made: the official assistants'."""
+"""Written if a drafter does not state its context length; the official assistants have it."""
 
 UNUSED_WINDOW = 512
-"""Written of a drafter without sliding layers."""
+"""Written if a drafter has no sliding layers."""
 
 _TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
-"""Of the text model of an assistant: of Google's for the 12B the second."""
+"""Model types of ``text_config``; Google's assistant for the 12B has the second."""
 
 _PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
 _TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -44,13 +44,13 @@ _TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 def build_assistant_config(config: DrafterConfig, dtype: str, tied: bool = True) -> dict[str, Any]:
-    """``config.json`` of a drafter whose weights have the transformers dtype ``dtype`` ("bfloat16", …).
+    """Build ``config.json``; ``dtype`` is transformers' name, such as "bfloat16".
 
     Args:
-        tied: whether head and embedding are one tensor.
+        tied: head and embedding are one tensor.
 
     Raises:
-        UnsupportedError: a shape that the configuration cannot express.
+        UnsupportedError: the configuration cannot express the drafter's shape.
     """
     config.require_uniform()
     if config.layer_types[-1] != FULL:
@@ -99,7 +99,7 @@ def build_assistant_config(config: DrafterConfig, dtype: str, tied: bool = True)
         "dtype": dtype,
         "tie_word_embeddings": tied,
         "use_ordered_embeddings": head is not None,
-        # Without an ordered head nothing reads these: they are the official assistants'.
+        # Unused without an ordered head; the official assistants have these values.
         "num_centroids": head.num_centroids if head else 2048,
         "centroid_intermediate_top_k": head.top_k if head else 32,
         **load_mapping("geometries")["vocabularies"].get(str(config.vocab_size), {}).get("token_ids", {}),
@@ -108,7 +108,7 @@ def build_assistant_config(config: DrafterConfig, dtype: str, tied: bool = True)
 
 
 def build_rope_parameters(config: DrafterConfig) -> dict[str, dict[str, Any]]:
-    """RoPE per layer type, in transformers' terms; both types are always there, because transformers reads both."""
+    """Build the RoPE parameters of both layer types; transformers reads both even if a drafter has only one."""
     parameters: dict[str, dict[str, Any]] = {
         SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
         FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
@@ -127,16 +127,16 @@ GENERATION: Mapping[str, Any] = {
     "num_assistant_tokens": 6,
     "num_assistant_tokens_schedule": "constant",
 }
-"""``generation_config.json``: what makes transformers use the checkpoint as an assistant, as in the official ones."""
+"""``generation_config.json``, as in the official assistants: transformers then uses the checkpoint as an assistant."""
 
 _HARMLESS = (
-    # How many drafts a round has, and how tokens are drawn: not what is drafted from.
+    # Sampling and the number of drafts, which do not change the logits.
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "do_sample"),
     *("temperature", "top_k", "top_p"),
-    # Of an ordered head that is not there, of experts that no block has, and what is read by layer.
+    # An ordered head or experts that the drafter does not have, and keys that are read per layer.
     *("num_centroids", "centroid_intermediate_top_k", "num_experts", "top_k_experts", "moe_intermediate_size"),
     *("text_config.per_layer_config", "text_config.attention_k_eq_v"),
-    # How compressed-tensors came by its codes.
+    # How compressed-tensors chose the codes.
     *("quantization_config.version", "quantization_config.global_compression_ratio", "weights.observer*"),
 )
 _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -153,27 +153,26 @@ _MEANS_THE_SAME: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "model_type": _TYPES,
     }
 )
-"""What ``config.json`` and ``generation_config.json`` may say otherwise than they are written here."""
+"""Key of ``config.json`` or ``generation_config.json`` → other values that mean the same as ours."""
 
 
 def compare_documents(
     directory: Path, document: Mapping[str, Any], config: DrafterConfig, expected: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Compare both configurations in ``directory`` with what would be written there, as :func:`compare_document`.
+    """Compare both configuration files in ``directory`` with ours; return unread keys as :func:`compare_document` does.
 
     Args:
-        document: ``config.json`` as it lies there.
-        config: as it was read from that.
-        expected: what would be written of it.
+        document: the stored ``config.json``.
+        config: the shape that was parsed from it.
+        expected: ``config.json`` as we would write it for ``config``.
     """
     same: dict[str, tuple[Any, ...]] = {"num_global_key_value_heads": (None, config.full.num_kv_heads)}
     harmless = list(_HARMLESS)
-    if SLIDING not in config.rope:  # what is said of them is not read
-        sliding = (f"rope_parameters.{SLIDING}*", "sliding_window", "head_dim")
-        harmless += [f"text_config.{key}" for key in sliding]
-    if not expected["tie_word_embeddings"]:  # engines take what is missing for tied
+    if SLIDING not in config.rope:  # keys of sliding layers are then not read
+        harmless += [f"text_config.{key}" for key in (f"rope_parameters.{SLIDING}*", "sliding_window", "head_dim")]
+    if not expected["tie_word_embeddings"]:  # engines tie the head if the key is missing
         same["tie_word_embeddings"] = ()
-    if document["text_config"].get("model_type") == _TEXT_TYPES[1]:  # whose layers have no embeddings of their own
+    if document["text_config"].get("model_type") == _TEXT_TYPES[1]:  # it has no per-layer embeddings
         text = {key: value for key, value in expected["text_config"].items() if key not in _PER_LAYER}
         expected = {**expected, "text_config": text}
     unread = compare_document(
@@ -192,7 +191,7 @@ LayerTypes = Annotated[list[Literal["sliding_attention", "full_attention"]], Met
 
 
 class Rope(Struct):
-    """RoPE of a type of layer, in transformers' terms."""
+    """RoPE parameters of a layer type, in transformers' terms."""
 
     rope_theta: PositiveNumber
     rope_type: Literal["default", "proportional"] = "default"
@@ -201,7 +200,7 @@ class Rope(Struct):
 
 
 def parse_rope(parameters: Mapping[str, Rope], layer_type: str) -> RopeConfig:
-    """RoPE of ``layer_type``; CheckpointError where ``parameters`` have none."""
+    """Return the RoPE of ``layer_type``; CheckpointError if ``parameters`` have none."""
     if layer_type not in parameters:
         raise CheckpointError(f"expected RoPE parameters of {layer_type}, found none. Check the config.")
     rope = parameters[layer_type]
@@ -216,7 +215,7 @@ class _LayerFields(Struct, forbid_unknown_fields=True):
 
 
 class _TextFields(Struct):
-    """Of ``text_config`` what is read; what may be missing is what transformers takes then."""
+    """The fields of ``text_config`` that are read, with transformers' defaults."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -234,10 +233,9 @@ class _TextFields(Struct):
     global_head_dim: Size = 512
     attention_k_eq_v: bool | None = None
     num_global_key_value_heads: Size | None = None  # counts only with attention_k_eq_v
-    per_layer_config: dict[str, _LayerFields] | None = None  # the form that transformers' save_pretrained writes
+    per_layer_config: dict[str, _LayerFields] | None = None  # written by transformers' save_pretrained
 
     def build_layer(self, index: int, layer_type: str) -> LayerConfig:
-        """The layer of that number and type."""
         head_dim, kv_heads = self.head_dim, self.num_key_value_heads
         if self.per_layer_config is not None:
             entry = self.per_layer_config.get(str(index), _LayerFields())
@@ -264,19 +262,20 @@ class _OrderedHeadFields(Struct):
 
 
 def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
-    """The parsed ``config.json`` of a ``gemma4_assistant`` (or ``gemma4_unified_assistant``).
+    """Parse ``config.json`` of a ``gemma4_assistant`` (or ``gemma4_unified_assistant``).
 
     Raises:
         CheckpointError: another model type, a missing key, or a value of the wrong type or range.
-        DrafterError: a shape that no drafter has.
+        DrafterError: no drafter can have this shape.
     """
     if document.get("model_type") not in _TYPES:
         raise CheckpointError(
             f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
             "drafter's directory, not the base model's."
         )
-    fields, head = fields_of(document, _AssistantFields), None
+    fields = fields_of(document, _AssistantFields)
     text = fields.text_config
+    head = None
     if fields.use_ordered_embeddings:
         ordered = fields_of(document, _OrderedHeadFields)
         head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)

@@ -1,8 +1,8 @@
 """Publishing a checkpoint directory on the Hugging Face Hub.
 
-Nothing is sent before everything that can be checked was checked: the directory against its ``extraction.json``, the
-name, the token, what the repository already holds, and by the Hub the card's metadata. Afterwards every file is
-compared, by hash, with what the Hub says it has.
+Before anything is sent, everything that can be checked is: the directory against its ``extraction.json``, the name, the
+token, the repository's other files, and the card's metadata by the Hub. Afterwards the hash of every file is compared
+with the one that the Hub reports.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STATUSES: Mapping[int, str] = {
 
 @dataclass(frozen=True)
 class HubFile:
-    """One file that is published: its path in the directory and in the repository, its bytes, and their SHA-256."""
+    """A published file; its path is the same in the directory and in the repository."""
 
     path: str
     size: int
@@ -55,29 +55,29 @@ class HubFile:
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What was published, or with ``dry_run`` what would be."""
+    """The published files, or with ``dry_run`` those that would be published."""
 
     repository: str  # ``org/name``
     url: str  # of the repository's page
-    commit: str | None  # that holds the files; None for a dry run
+    commit: str | None  # id of the commit that holds the files; None for a dry run
     private: bool  # the visibility of a repository created by this upload
     dry_run: bool
-    created: bool | None  # the repository did not exist; None for a dry run, which asks nobody
-    sent: tuple[str, ...]  # paths that were not there before
-    files: tuple[HubFile, ...]  # everything the repository now holds of the directory
-    notes: tuple[str, ...] = ()  # such as that the card was changed since it was written
+    created: bool | None  # the upload created the repository; None for a dry run, which does not ask the Hub
+    sent: tuple[str, ...]  # paths of new or changed files
+    files: tuple[HubFile, ...]  # all files of the directory
+    notes: tuple[str, ...] = ()  # for example that the card was edited by hand
 
 
 def plan_upload(
     directory: str | os.PathLike[str], words: CardWords = UNSAID
 ) -> tuple[list[CommitOperationAdd], tuple[str, ...]]:
-    """Check a directory; the files that would be published from it, by name, and notes on its card.
+    """Check a directory, and return the files to publish, sorted by path, and notes for the user.
 
-    The card is made anew to state ``words`` or a report's verdict; one that was changed by hand is sent as it is.
+    The card is rewritten to state ``words`` or a report's verdict; a card that was edited by hand is sent as it is.
 
     Raises:
         CheckpointError: the directory does not match its record, or the report cannot be read.
-        HubError: ``words`` are given and the card was changed.
+        HubError: ``words`` are given, but the card was edited by hand.
     """
     drafter = ReadDirectory.of(directory)
     contents = _collect_contents(drafter)
@@ -100,7 +100,7 @@ def plan_upload(
 
 
 def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
-    """By path in the repository, where each file of a directory is that holds nothing but what may be published."""
+    """Return path in the repository → local path; CheckpointError if the directory holds anything else."""
     folder = drafter.directory
     if not drafter.is_recorded:
         raise CheckpointError(
@@ -112,9 +112,9 @@ def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
             f"{few(drafter.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
         )
     contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
-    written = {*drafter.record["files"], RECORD, CARD, *REPORT_FILES}
+    known_paths = {*drafter.record["files"], RECORD, CARD, *REPORT_FILES}
     for path in contents:
-        if path not in written and not any(fnmatchcase(path, name) for name in LEGAL):
+        if path not in known_paths and not any(fnmatchcase(path, name) for name in LEGAL):
             raise CheckpointError(
                 f"{escape(folder)}: {escape(path)} belongs neither to the checkpoint nor to a report, and would be "
                 "published with it. Move it elsewhere."
@@ -126,8 +126,8 @@ def _read_verdict(folder: Path) -> Verdict:
     try:
         return read(read_object(folder / REPORT, "Validate again."), Verdict)
     except ValueError as error:
-        lacks = f"lacks what the card states: {escape(error)}. Validate anew."
-        raise CheckpointError(f"{escape(folder / REPORT)}: {lacks}") from error
+        problem = f"lacks what the card states: {escape(error)}. Validate anew."
+        raise CheckpointError(f"{escape(folder / REPORT)}: {problem}") from error
 
 
 def upload_directory(
@@ -141,7 +141,7 @@ def upload_directory(
     token: str | None = None,
     words: CardWords = UNSAID,
 ) -> UploadResult:
-    """Publish a checkpoint directory: as :func:`mtp_extract.upload` explains it; ``words`` are for its card."""
+    """Publish a checkpoint directory; see :func:`mtp_extract.upload`. ``words`` are for its card."""
     _check_name(repo_id)
     adds, notes = plan_upload(directory, words)
     if beside:
@@ -168,51 +168,50 @@ def _check_name(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
     except HFValidationError as error:
-        what = "letters, digits, '-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
         raise HubError(
-            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and {what}"
+            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
+            "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
         ) from error
 
 
 def _send(
     planned: UploadResult, adds: list[CommitOperationAdd], secret: str, *, beside: bool, force: bool
 ) -> UploadResult:
-    """Send ``adds`` as ``planned``, into a repository that is made if need be; what has become of it."""
+    """Send ``adds``, create the repository if necessary, and return ``planned`` completed by the outcome."""
     repo_id = planned.repository
     with _explain_errors(repo_id, secret) as changes:
         api = HfApi(token=secret, library_name="mtp-extract")
-        # A private repository of somebody else is none to this token; creating it then fails, with nothing sent.
-        is_there = api.repo_exists(repo_id)
-        if beside and not is_there:
+        # Somebody else's private repository does not exist for this token; creating it fails before anything is sent.
+        exists = api.repo_exists(repo_id)
+        if beside and not exists:
             raise HubError(f"{repo_id}: expected a repository that exists, found none. Nothing was sent.")
-        entries = _list_files(api.list_repo_tree(repo_id, recursive=True)) if is_there else {}
+        entries = _list_files(api.list_repo_tree(repo_id, recursive=True)) if exists else {}
         if beside:
             entries = {path: entry for path, entry in entries.items() if path in planned.sent}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
         if not force:
-            _check_others(repo_id, entries, set(planned.sent) - set(sent))
+            _require_no_other_files(repo_id, entries, set(planned.sent) - set(sent))
 
-        if not is_there:
+        if not exists:
             api.create_repo(repo_id, private=planned.private)
             changes.append(f"The repository was created on the way ({'private' if planned.private else 'public'}).")
         commit = _commit(api, repo_id, adds)
-    return replace(planned, commit=commit, dry_run=False, created=not is_there, sent=sent)
+    return replace(planned, commit=commit, dry_run=False, created=not exists, sent=sent)
 
 
-def _check_others(repo_id: str, entries: Collection[str], unchanged: Collection[str]) -> None:
-    """Raise a HubError where some of a repository's ``entries`` are not ``unchanged``."""
-    # The Hub puts a .gitattributes into a new repository by itself.
-    if others := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
+def _require_no_other_files(repo_id: str, entries: Collection[str], unchanged: Collection[str]) -> None:
+    # The Hub itself adds a .gitattributes to a new repository.
+    if other_paths := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
         raise HubError(
-            f"{repo_id}: the repository holds other files, {few(others)}. Nothing was sent. "
+            f"{repo_id}: the repository holds other files, {few(other_paths)}. Nothing was sent. "
             "Choose another name, or write into it all the same: its history keeps what is replaced.",
             remedies=("force",),
         )
 
 
 def _commit(api: HfApi, repo_id: str, adds: list[CommitOperationAdd]) -> str:
-    """Send ``adds`` in one commit and return its id; HubError where the Hub then holds something else."""
-    # What the Hub holds already is not sent again, nor is a commit made of nothing.
+    """Send ``adds`` in one commit and return its id; HubError if the Hub then reports other contents."""
+    # The Hub skips files that it already has, and makes no commit if it has all of them.
     commit = api.create_commit(repo_id, adds, commit_message="Upload MTP drafter with mtp-extract").oid
     paths = [add.path_in_repo for add in adds]
     arrived = _list_files(api.get_paths_info(repo_id, paths, revision=commit))
@@ -226,7 +225,7 @@ def _list_files(listing: Any) -> dict[str, Any]:
 
 
 def _holds(entries: Mapping[str, Any], add: CommitOperationAdd) -> bool:
-    """Whether ``add`` is among a repository's ``entries``: by SHA-256 in LFS or Xet, by git's hash elsewhere."""
+    """Compare ``add`` with a repository's ``entries``: by SHA-256 in LFS or Xet, else by git's hash."""
     entry = entries.get(add.path_in_repo)
     if entry is None or entry.size != add.upload_info.size:
         return False
@@ -238,9 +237,9 @@ def _holds(entries: Mapping[str, Any], add: CommitOperationAdd) -> bool:
 
 @contextmanager
 def _explain_errors(repo_id: str, token: str) -> Iterator[list[str]]:
-    """Turns what huggingface_hub raises into a :class:`HubError`, without the token or signed URLs.
+    """Turn errors of huggingface_hub into a :class:`HubError` without the token or signed URLs.
 
-    Yields a list of what was changed at the Hub so far, in sentences, which the error says too.
+    Yields a list, for sentences on what was already changed at the Hub; they are appended to the error.
     """
     changes = list[str]()
     hide_queries()
@@ -248,14 +247,13 @@ def _explain_errors(repo_id: str, token: str) -> Iterator[list[str]]:
         yield changes
     except (HubError, CheckpointError):
         raise
-    except Exception as error:  # noqa: BLE001 - a token may stand in any message; it goes no further
+    except Exception as error:  # noqa: BLE001 - any message may contain the token
         raise HubError(" ".join([f"{repo_id}: {_describe_failure(error, token)}.", *changes])) from None
 
 
 def _describe_failure(error: Exception, token: str) -> str:
-    """Why an upload failed, and what to do."""
     causes: list[BaseException] = [error]
-    # A ValueError says what the Hub refuses in a card, which its cause does not.
+    # A ValueError says what the Hub refuses in a card; its cause does not.
     while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
         causes.append(causes[-1].__cause__)
     responses = [response for cause in causes if (response := response_of(cause)) is not None]
@@ -268,15 +266,15 @@ def _describe_failure(error: Exception, token: str) -> str:
 
 
 def _describe_refusal(response: Any) -> str:
-    """What an answer of the Hub with the status of an error means, in its own words too where it has some.
+    """Explain an error response, with the Hub's own words if it has some.
 
-    A 403 is about rights, or about room: "Private repository storage limit reached", "Your storage patterns tripped our
-    internal systems" (huggingface_hub's issues 3049 and 3366). Its words alone tell.
+    Only the words tell whether a 403 is about rights or about storage: "Private repository storage limit reached",
+    "Your storage patterns tripped our internal systems" (huggingface_hub's issues 3049 and 3366).
     """
     status, words = response.status_code, words_of_hub(response)
     if status == 403 and not str(response.url).startswith(f"{constants.ENDPOINT}/"):
         return f"the Hub's storage refuses what is sent (403). {_AGAIN}"
     if status == 403 and words:
         return f"the Hub refuses it (403): {words}. If that is about rights, {_RIGHTS}"
-    why = _STATUSES.get(status, f"the Hub answered {status}. {_AGAIN}")
-    return f"{why}. The Hub says: {words}" if words else why
+    reason = _STATUSES.get(status, f"the Hub answered {status}. {_AGAIN}")
+    return f"{reason}. The Hub says: {words}" if words else reason
