@@ -37,7 +37,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def sample_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sample's drafter as extracted in both layouts, F32."""
-    found = {layout: tmp_path_factory.mktemp("sample") / layout for layout in ("transformers", "litert")}
-    for layout, place in found.items():
+    directories = {layout: tmp_path_factory.mktemp("sample") / layout for layout in ("transformers", "litert")}
+    for layout, place in directories.items():
         mtp_extract.extract(first_bundle(), place, format=layout, dtype="f32")
-    return found
+    return directories

@@ -25,14 +25,14 @@ CONFIG = bigram.BigramConfig(backbone_hidden_size=64, hidden_size=16, vocab_size
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row, and that of its format: all that the package is told."""
+    """Add its rows to both tables; the package knows nothing else of it."""
     monkeypatch.setitem(ARCHITECTURES, bigram.NAME, bigram.ARCHITECTURE)
     monkeypatch.setitem(EVERY, bigram.NAME, bigram.FORMAT_INFO)
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A bigram drafter as its trainer would write it."""
+    """A bigram drafter, written as its trainer would."""
     torch.manual_seed(0)
     place = tmp_path / "drafter"
     place.mkdir()

@@ -26,7 +26,7 @@ FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "ow
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
 
 
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
@@ -38,7 +38,7 @@ def rotate_half(x: Tensor) -> Tensor:
 class Transcribed:
     """vLLM's ``LlamaModel`` of EAGLE-3 with its Llama attention, over one sequence, all at once, in F64.
 
-    Nothing is cached: every step runs over the whole sequence again, each position once.
+    It has no cache: every step runs over the whole sequence again.
     """
 
     def __init__(self, head: Eagle3Drafter) -> None:
@@ -48,19 +48,21 @@ class Transcribed:
     def combine(self, aux: list[Tensor]) -> Tensor:
         c, x = self.config, torch.cat(aux, dim=-1)
         if c.norm_before_fc:
-            x = rms(x, self.w["input_norm.weight"], c.rms_norm_eps)
+            x = normalize(x, self.w["input_norm.weight"], c.rms_norm_eps)
         if c.fc_norm:
             parts = x.chunk(3, dim=-1)
-            x = torch.cat([rms(p, self.w[f"fc_norm.{i}.weight"], c.rms_norm_eps) for i, p in enumerate(parts)], dim=-1)
+            x = torch.cat(
+                [normalize(p, self.w[f"fc_norm.{i}.weight"], c.rms_norm_eps) for i, p in enumerate(parts)], dim=-1
+            )
         return x @ self.w["fc.weight"].T
 
     def forward(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[length, width] each: (logits over the base's vocabulary, what is fed back)."""
+        """From [length, width] each, compute the logits over the base's vocabulary and the state that is fed back."""
         c, w, eps = self.config, self.w, self.config.rms_norm_eps
         layer = "layers.0."
-        embeds = rms(embeds, w[layer + "embedding_norm.weight"], eps)
+        embeds = normalize(embeds, w[layer + "embedding_norm.weight"], eps)
         residual = hidden
-        hidden = rms(hidden, w[layer + "hidden_norm.weight"], eps)
+        hidden = normalize(hidden, w[layer + "hidden_norm.weight"], eps)
         if c.norm_before_residual:
             residual = hidden
         x = torch.cat([embeds, hidden], dim=-1)
@@ -78,36 +80,36 @@ class Transcribed:
         scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
         attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1) @ w[layer + "o_proj.weight"].T
         residual = residual + attended
-        y = rms(residual, w[layer + "post_attention_norm.weight"], eps)
+        y = normalize(residual, w[layer + "post_attention_norm.weight"], eps)
         gate = y @ w[layer + "gate_proj.weight"].T
         mlp = (gate * gate.sigmoid() * (y @ w[layer + "up_proj.weight"].T)) @ w[layer + "down_proj.weight"].T
         prenorm = residual + mlp
-        normed = rms(prenorm, w["final_norm.weight"], eps)
+        normed = normalize(prenorm, w["final_norm.weight"], eps)
         logits = normed @ w["lm_head.weight"].T
         if c.reduced:
-            whole = torch.full((length, c.vocab_size), -math.inf, dtype=torch.double)
-            whole[:, torch.arange(c.draft_vocab_size) + w["d2t"].long()] = logits
-            logits = whole
+            base_logits = torch.full((length, c.vocab_size), -math.inf, dtype=torch.double)
+            base_logits[:, torch.arange(c.draft_vocab_size) + w["d2t"].long()] = logits
+            logits = base_logits
         return logits, normed if c.norm_output else prenorm
 
     def drafts(self, tokens: list[int], aux: Mapping[int, Tensor], table: Tensor, chosen: list[int]) -> list[Tensor]:
-        """Logits of every step, after ``tokens``, whose last has no state; ``chosen`` are those drafted."""
+        """Compute the logits of every step after ``tokens``, whose last has no state; ``chosen`` are the drafts."""
         embed = self.w.get("embed_tokens.weight", table.double())
         hidden = self.combine([aux[i].double() for i in self.config.base_layers])
-        found, text = [], list(tokens)
+        step_logits, text = [], list(tokens)
         for token in chosen:
             logits, out = self.forward(embed[text[1:]], hidden)
-            found.append(logits[-1])
+            step_logits.append(logits[-1])
             hidden, text = torch.cat((hidden, out[-1:])), [*text, token]
-        return found
+        return step_logits
 
 
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=len(FLAGS))))
 def test_it_computes_what_vllm_computes(flags: tuple[bool, ...]) -> None:
-    """Every flag with every other; two rounds, the second over what the base verified of the first."""
-    given = dict(zip(FLAGS, flags, strict=True))
-    wide = 48 if given["own_embedding"] else 32
-    config = head_config(**given, backbone_hidden_size=wide, draft_vocab_size=40 if given["fc_norm"] else 24)
+    """With every combination of flags, in two rounds, the second over the tokens that the base verified."""
+    enabled = dict(zip(FLAGS, flags, strict=True))
+    wide = 48 if enabled["own_embedding"] else 32
+    config = head_config(**enabled, backbone_hidden_size=wide, draft_vocab_size=40 if enabled["fc_norm"] else 24)
     head = random_head(config)
     theirs = Transcribed(head)
     generator = torch.Generator().manual_seed(7)
@@ -121,27 +123,27 @@ def test_it_computes_what_vllm_computes(flags: tuple[bool, ...]) -> None:
         fed = BaseOutput(text[:, begin:end], torch.arange(begin, end)[None], torch.empty(1, end - begin, 0), part)
         # As a base gives them: embeddings times the root of its width.
         state = previous = head.start(RoundStart(fed, torch.tensor([[end]]), lambda t: table[t] * wide**0.5, previous))
-        token, chosen, found = text[:, end : end + 1], [], []
+        token, chosen, step_logits = text[:, end : end + 1], [], []
         for _ in range(3):
             logits, state = head.step(state, token)
             token = logits.argmax(-1)
             chosen.append(int(token))
-            found.append(logits[0, 0])
+            step_logits.append(logits[0, 0])
         seen = {layer: state[0, :end] for layer, state in states.items()}
         expected = theirs.drafts(text[0, : end + 1].tolist(), seen, table, chosen)
-        for mine, other in zip(found, expected, strict=True):
-            allowed = 1e-5 * float(other[other.isfinite()].abs().max())
-            torch.testing.assert_close(mine.double(), other, atol=allowed, rtol=0)
+        for actual, reference in zip(step_logits, expected, strict=True):
+            allowed = 1e-5 * float(reference[reference.isfinite()].abs().max())
+            torch.testing.assert_close(actual.double(), reference, atol=allowed, rtol=0)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Tied embeddings would make so small a base repeat its last token for ever."""
+    """A small base; with tied embeddings it would repeat its last token for ever."""
     return random_base(tie_word_embeddings=False)
 
 
 def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
-    """However the rounds before went: by stepping through a text with a cache, and over all of it in one pass."""
+    """Drafting does not depend on earlier rounds: stepping with a cache agrees with one pass over the text."""
     head = random_head(head_config())
     texts = [Text(prompt + base_alone(model, prompt, 12), len(prompt)) for prompt in PROMPTS]
     at_once = teacher_forced(Base(model), head, texts, 4)
@@ -152,18 +154,18 @@ def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
 
 @pytest.mark.parametrize("drafts", [3, DraftTree.parse("2x2x1")], ids=str)
 def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts: Drafts) -> None:
-    """With drafts that are accepted and rejected in turn, the cache holds what the base verified, and nothing else."""
+    """After accepted and rejected drafts the cache holds what the base verified, and nothing else."""
     head = random_head(head_config())
     seen: list[tuple[int, int]] = []
     prompt = PROMPTS[2]
     text = prompt + base_alone(model, prompt, 30)
     base = Base(model)
-    told = teacher_forced(base, head, [Text(text, len(prompt))], 1)
-    expected = dict(zip(told.anchor.tolist(), told.drafts[:, 0].tolist(), strict=True))
+    forced = teacher_forced(base, head, [Text(text, len(prompt))], 1)
+    expected = dict(zip(forced.anchor.tolist(), forced.drafts[:, 0].tolist(), strict=True))
     step = head.step
 
-    def helped(state: Any, token: Tensor) -> tuple[Tensor, Any]:
-        """Drafts the base's next token now and then, so that rounds end at different places."""
+    def step_with_help(state: Any, token: Tensor) -> tuple[Tensor, Any]:
+        """Draft the base's next token now and then, so that rounds end at different places."""
         logits, following = step(state, token)
         at = int(state.positions[0, 0]) + 1
         if state.step_kv is None:
@@ -173,12 +175,12 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts:
             logits[..., text[at + 1]] = 1
         return logits, following
 
-    head.step = helped  # type: ignore[method-assign]
+    head.step = step_with_help  # type: ignore[method-assign]
     result = SpeculativeGenerator(model, head).generate(prompt, max_new_tokens=30, drafts=drafts, stop_token_ids=[])
     assert result.tokens == text[len(prompt) :]
     assert 0 < result.accepted < result.drafted
-    compared = [(expected[at], first) for at, first in seen if at in expected]
-    assert len(compared) > 5 and all(one == other for one, other in compared)
+    agreements = [expected[at] == first for at, first in seen if at in expected]
+    assert len(agreements) > 5 and all(agreements)
 
 
 def test_a_base_of_fewer_layers(model: Any) -> None:

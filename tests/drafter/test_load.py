@@ -37,8 +37,8 @@ def test_every_tensor_lands_in_its_place(saved: Save, geometry: Geometry) -> Non
     directory = saved(geometry)
     stored = load_file(directory / "model.safetensors")
     drafter = load_drafter(directory)
-    got = sorted((tuple(t.shape), float(t.double().sum())) for t in drafter.state_dict().values())
-    assert got == sorted((tuple(t.shape), float(t.double().sum())) for t in stored.values())
+    loaded = sorted((tuple(t.shape), float(t.double().sum())) for t in drafter.state_dict().values())
+    assert loaded == sorted((tuple(t.shape), float(t.double().sum())) for t in stored.values())
     assert len(drafter.state_dict()) == 5 + 11 * len(geometry.layers) - 1 + 2 * bool(geometry.centroids)
     assert not drafter.training and not any(p.requires_grad or p.is_meta for p in drafter.parameters())
 
@@ -61,9 +61,9 @@ def test_missing_unexpected_and_mis_shaped_are_named_together(saved: Save) -> No
 
 def test_float16_is_refused_with_the_reason(saved: Save) -> None:
     directory = saved(GEOMETRIES["dense"])
-    for asked, why in ((torch.float16, r"float16 is asked for.*65504"), (torch.int8, r"torch\.int8 is asked for")):
-        with pytest.raises(DrafterError, match=why):
-            load_drafter(directory, dtype=asked)
+    for dtype, message in ((torch.float16, r"float16 is asked for.*65504"), (torch.int8, r"torch\.int8 is asked for")):
+        with pytest.raises(DrafterError, match=message):
+            load_drafter(directory, dtype=dtype)
     half = {name: t.half() for name, t in load_file(directory / "model.safetensors").items()}
     save_file(half, directory / "model.safetensors")
     with pytest.raises(DrafterError, match=r"float16 is stored.*torch\.bfloat16.*65504"):
@@ -79,7 +79,7 @@ def test_other_dtypes(saved: Save) -> None:
 
 @pytest.fixture
 def litert(sample_directories: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of the sample in the ``litert`` layout, to be changed."""
+    """A copy of the sample in the ``litert`` layout."""
     for file in ("mtp_drafter.safetensors", "mtp_drafter_config.json"):
         (tmp_path / file).write_bytes((sample_directories["litert"] / file).read_bytes())
     return tmp_path
@@ -159,11 +159,11 @@ def test_files_that_are_not_there_or_not_right(saved: Save, file: str, content: 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
-    """With keys that nothing computes from, and the widths of full layers said by layer."""
+    """It has keys that nothing computes from, and per-layer widths of full layers."""
     model = random_assistant(GEOMETRIES[name])
     model.save_pretrained(tmp_path)
-    found = read_checkpoint(tmp_path).config
-    assert found == replace(parse_config(GEOMETRIES[name].config()), max_position_embeddings=4096)
+    config = read_checkpoint(tmp_path).config
+    assert config == replace(parse_config(GEOMETRIES[name].config()), max_position_embeddings=4096)
     assert not [*unexpected_in(tmp_path, format_of(tmp_path))]
     edit_json(tmp_path / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(CheckpointError, match="says rope_scaling"):

@@ -50,8 +50,8 @@ def test_what_is_said_of_a_head_that_was_converted(tmp_path: Path) -> None:
 def test_there_and_back_is_the_same_to_the_byte(
     flags: dict[str, bool], full: bool, own: bool, dtype: str, layers: list[int]
 ) -> None:
-    """Whatever the flags: what both layouts can hold has the names that engines ask for, comes back as the same files,
-    and is the same head."""
+    """With any flags that both layouts can hold, tensors have the names that engines ask for, and converting forth and
+    back gives the same files and the same head."""
     more = {"own_embedding": True, "backbone_hidden_size": 48} if own else {}
     config = head_config(**flags, **more, draft_vocab_size=40 if full else 24, base_layers=tuple(layers), base="o/b")
     head = random_head(config)
@@ -62,9 +62,9 @@ def test_there_and_back_is_the_same_to_the_byte(
         for step, layout in enumerate(("eagle3", "speculators", "eagle3", "speculators")):
             convert(place, folder / str(step), format=layout, dtype=dtype)
             place = folder / str(step)
-            found = load_file(place / "model.safetensors")
-            assert ("t2d" in found) == config.reduced and (found.pop("t2d", marks) == marks).all()
-            assert {key: tuple(tensor.shape) for key, tensor in found.items()} == asked_for(config, layout)
+            tensors = load_file(place / "model.safetensors")
+            assert ("t2d" in tensors) == config.reduced and (tensors.pop("t2d", marks) == marks).all()
+            assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == asked_for(config, layout)
         for before, after in (("0", "2"), ("1", "3")):
             for file in ("config.json", "model.safetensors"):
                 assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
@@ -76,7 +76,7 @@ def test_there_and_back_is_the_same_to_the_byte(
 
 
 def test_a_head_of_several_types(tmp_path: Path) -> None:
-    """Each weight is read in the type it is stored in; the head is F32 as a whole, and loses none."""
+    """A head with F32 and F16 weights is loaded as F32, without loss."""
     head = random_head(head_config())
     directory = write_head(tmp_path / "head", head)
     tensors = load_file(directory / "model.safetensors")
@@ -95,8 +95,8 @@ def test_a_head_of_several_types(tmp_path: Path) -> None:
 def test_layers_are_written_as_each_engine_counts(tmp_path: Path) -> None:
     """vLLM sorts and takes ids at the top level as they are; SGLang adds 1 to those of eagle_config."""
     write_head(tmp_path / "head", random_head(head_config(base_layers=(0, 2, 5))))
-    found = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert found[IDS] == [0, 2, 5] and [i + 1 for i in found["eagle_config"][IDS]] == [0, 2, 5]
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config[IDS] == [0, 2, 5] and [i + 1 for i in config["eagle_config"][IDS]] == [0, 2, 5]
 
 
 def test_transformers_reads_the_same_llama(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_transformers_reads_the_same_llama(tmp_path: Path) -> None:
     ],
 )
 def test_other_ways_to_say_it(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """And without the marks of the tokens that it can propose."""
+    """The optional t2d is left out, too."""
     directory = edit(write_head(tmp_path / "head", random_head(head_config()), marks=False), **changes)
     assert read_checkpoint(directory).config == head_config(max_position_embeddings=131072)
 
@@ -136,7 +136,7 @@ def test_no_path_of_whoever_trained_is_handed_on(tmp_path: Path, layout: str, pa
 
 
 def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
-    """SpecForge writes them, vLLM refuses them: they are read, and not written again."""
+    """SpecForge writes a d2t of zeros, vLLM refuses it: it is read, and not written again."""
     directory = write_head(tmp_path / "head", random_head(head_config(draft_vocab_size=40)))
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"d2t": torch.zeros(40, dtype=torch.int64)}, directory / "model.safetensors")
@@ -145,12 +145,12 @@ def test_zeros_for_the_whole_vocabulary(tmp_path: Path) -> None:
     assert not read_checkpoint(tmp_path / "out").findings
 
 
-def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]) -> Callable[[Path], object]:
+def _edit_tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]) -> Callable[[Path], object]:
     def change(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
-        made = make(tensors)
+        tensor = make(tensors)
         tensors.pop(name, None)
-        save_file(tensors | ({name: made} if made is not None else {}), directory / "model.safetensors")
+        save_file(tensors | ({name: tensor} if tensor is not None else {}), directory / "model.safetensors")
 
     return change
 
@@ -167,14 +167,17 @@ def _tensor(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor | 
         (lambda d: edit(d, eagle_config={"use_aux_hidden_state": False}), "says eagle_config.use_aux_hidden_state"),
         (lambda d: edit(d, draft_vocab_size=23), r"d2t: expected shape \[23\], found \[24\]"),
         (lambda d: edit(d, target_hidden_size=31), "beside a base of 31"),
-        (_tensor("d2t", lambda t: t["d2t"] + torch.arange(24)), "expected differences"),
-        (_tensor("d2t", lambda t: t["d2t"].index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)), "no two for one"),
-        (_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
-        (_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
-        (_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
-        (_tensor("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight: expected F32, BF16 or F16"),
-        (_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
-        (_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
+        (_edit_tensor("d2t", lambda t: t["d2t"] + torch.arange(24)), "expected differences"),
+        (
+            _edit_tensor("d2t", lambda t: t["d2t"].index_fill(0, torch.tensor([1]), int(t["d2t"][0]) - 1)),
+            "no two for one",
+        ),
+        (_edit_tensor("d2t", lambda t: None), "d2t: expected a tensor"),
+        (_edit_tensor("t2d", lambda t: ~t["t2d"]), "t2d: expected the tokens that d2t names"),
+        (_edit_tensor("extra.weight", lambda t: torch.ones(3)), "extra.weight: expected no such tensor"),
+        (_edit_tensor("fc.weight", lambda t: t["fc.weight"].char()), "fc.weight: expected F32, BF16 or F16"),
+        (_edit_tensor("fc.weight", lambda t: t["fc.weight"] * math.inf), "fc.weight: expected finite numbers"),
+        (_edit_tensor("d2t", lambda t: torch.full((24,), torch.iinfo(torch.int64).max)), "expected differences"),
         (lambda d: edit(d, **{IDS: [1, 3]}), "expected 3 different layers"),
         (lambda d: edit(d, **{IDS: [5, 3, 1], "eagle_config": ...}), "the lowest first"),
         (lambda d: edit(d, **{IDS: [1, 3, True], "eagle_config": ...}), "got `bool`"),
@@ -205,7 +208,7 @@ LLAMA = "transformer_layer_config"
     ],
 )
 def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Of a Llama configuration that is a text, the key of that name is taken away."""
+    """A string instead of a Llama configuration names the key to remove from it."""
     directory = write_head(tmp_path / "head", random_head(head_config()), "speculators")
     inside = json.loads((directory / "config.json").read_text())[LLAMA]
     if isinstance(key := changes.get(LLAMA), str):
@@ -215,7 +218,7 @@ def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("layout", "flags", "changes", "found"),
+    ("layout", "flags", "changes", "expected"),
     [
         ("eagle3", {}, {}, []),
         ("speculators", WHOLE, {}, []),
@@ -233,19 +236,19 @@ def test_what_is_refused_of_speculators(tmp_path: Path, changes: dict[str, Any],
     ],
 )
 def test_what_engines_make_of_it(
-    tmp_path: Path, layout: str, flags: dict[str, Any], changes: dict[str, Any], found: list[tuple[str, str]]
+    tmp_path: Path, layout: str, flags: dict[str, Any], changes: dict[str, Any], expected: list[tuple[str, str]]
 ) -> None:
-    """What those take otherwise for which the layout is made is an error; of others it is told."""
+    """A misreading by the layout's own engines is an error, by others a note."""
     directory = edit(write_head(tmp_path / "head", random_head(head_config(**flags)), layout), **changes)
     findings = read_checkpoint(directory).findings
-    assert [finding.engine.split(" 0")[0] for finding in findings] == [engine for engine, _ in found]
-    for finding, (engine, what) in zip(findings, found, strict=True):
-        assert what in finding.what
+    assert [finding.engine.split(" 0")[0] for finding in findings] == [engine for engine, _ in expected]
+    for finding, (engine, reason) in zip(findings, expected, strict=True):
+        assert reason in finding.what
         assert finding.is_error == (engine in ("vLLM", "SGLang"))
 
 
 def test_what_the_other_layout_cannot_hold(tmp_path: Path) -> None:
-    """SGLang would begin the residual elsewhere, and not say so."""
+    """SGLang would silently begin the residual before the norm."""
     directory = write_head(tmp_path / "head", random_head(head_config(norm_before_residual=True)), "speculators")
     with pytest.raises(UnsupportedError, match=r"eagle3 layout cannot hold this head: SGLang.*norm_before_residual"):
         convert(directory, tmp_path / "out", format="eagle3")

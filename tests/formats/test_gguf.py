@@ -1,4 +1,4 @@
-"""GGUF: held against the gguf package, which did not write the data; and hostile files, of which each is named."""
+"""GGUF: compared with the gguf package, an independent implementation; hostile files are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILE = "mtp-sample-Q4_0.gguf"
 
 
 @pytest.fixture(scope="module")
-def made(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_gguf(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample as GGUF."""
     directory = tmp_path_factory.mktemp("gguf") / "sample"
     extract(sample, directory, format="gguf")
@@ -50,7 +50,7 @@ def made(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     by_row=st.booleans(),
 )
 def test_codes_come_back(seed: int, bits: int, blocks: int, rows: int, by_row: bool) -> None:
-    """As we read them, and as the gguf package does; for any FP16 step, and a step a row or a block."""
+    """Our reader and the gguf package agree, for any FP16 scale, per row or per block."""
     kind, rng, block = BLOCK_TYPES[bits], np.random.default_rng(seed), 32 * blocks if by_row else 32
     codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, 32 * blocks)).astype(np.int8)
     steps = rng.standard_normal((rows, 32 * blocks // block)).astype(np.float16).astype(np.float32)
@@ -61,19 +61,19 @@ def test_codes_come_back(seed: int, bits: int, blocks: int, rows: int, by_row: b
     np.testing.assert_array_equal(theirs, of_codes(codes, Packing(bits, True), Steps.around_zero(block, steps)).array())
 
 
-def test_the_header_is_what_llama_cpp_reads(made: Path) -> None:
-    """Key by key, with the types that its loader insists on; the values are the sample's."""
-    fields = GGUFReader(made / FILE).fields
+def test_the_header_is_what_llama_cpp_reads(sample_gguf: Path) -> None:
+    """Every key has the type that llama.cpp's loader requires, and the sample's value."""
+    fields = GGUFReader(sample_gguf / FILE).fields
     expected = json.loads(Path(__file__).with_name("gguf_header.json").read_text())
     assert {key: [fields[key].types[0].name, fields[key].contents()] for key in expected} == expected
-    source = json.loads((made / "extraction.json").read_text())["source"]
+    source = json.loads((sample_gguf / "extraction.json").read_text())["source"]
     assert fields["mtp_extract.source.name"].contents() == source["name"] == "sample.litertlm"
     assert fields["mtp_extract.section.sha256"].contents() == source["section"]["sha256"]
-    (factors,) = (tensor for tensor in GGUFReader(made / FILE).tensors if tensor.name == "rope_freqs.weight")
+    (factors,) = (tensor for tensor in GGUFReader(sample_gguf / FILE).tensors if tensor.name == "rope_freqs.weight")
     np.testing.assert_array_equal(factors.data, np.float32([1.0] * 8 + [1e30] * 24))
 
 
-def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Weight:
+def build_rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Weight:
     count = columns // block
     grid = Steps(block, np.full((4, count), scale, np.float32), np.full((4, count), zero, np.int64))
     return of_codes(np.ones((4, columns), np.int8), Packing(8, True), grid)
@@ -82,60 +82,60 @@ def rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Wei
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
-        (rows(0.5), ()),
-        (rows(2.0**-24), ()),  # subnormal in FP16, and exact
-        (rows(0.1), ("FP16",)),
-        (rows(1e-5), "a scale of 1e-05 is out of FP16's range"),
-        (rows(7e4), "a scale of 7e\\+04 is out of FP16's range"),
-        (rows(0.5, columns=48, block=48), "rows of 48"),
-        (rows(0.5, block=16), "blocks of 16"),
-        (rows(0.5, zero=3), "its zero points are not 0"),
-        (rows(0.5, block=1), "blocks of 1,"),
+        (build_rows(0.5), ()),
+        (build_rows(2.0**-24), ()),  # subnormal in FP16, and exact
+        (build_rows(0.1), ("FP16",)),
+        (build_rows(1e-5), "a scale of 1e-05 is out of FP16's range"),
+        (build_rows(7e4), "a scale of 7e\\+04 is out of FP16's range"),
+        (build_rows(0.5, columns=48, block=48), "rows of 48"),
+        (build_rows(0.5, block=16), "blocks of 16"),
+        (build_rows(0.5, zero=3), "its zero points are not 0"),
+        (build_rows(0.5, block=1), "blocks of 1,"),
     ],
 )
 def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
-    found = format_named("gguf").store(roles_of(1)[0], tensor, CODES)
+    stored = format_named("gguf").store(roles_of(1)[0], tensor, CODES)
     if isinstance(expected, tuple):
-        assert (found.how, found.rounded_to) == (CODES, *(expected or ("",)))
-        sizes = row_codes(found.weight).steps.size
+        assert (stored.how, stored.rounded_to) == (CODES, *(expected or ("",)))
+        sizes = row_codes(stored.weight).steps.size
         np.testing.assert_array_equal(sizes, tensor.steps.size.astype(np.float16).astype(np.float32))
     else:
-        assert (found.how, found.rounded_to) == ("floats", "")
-        assert re.search(expected, found.why), found.why
+        assert (stored.how, stored.rounded_to) == ("floats", "")
+        assert re.search(expected, stored.why), stored.why
 
 
-def config(**changes: Any) -> DrafterConfig:
+def build_shape(**changes: Any) -> DrafterConfig:
     sliding = LayerConfig(SLIDING, 32, 2, 512, RopeConfig(1e4))
     full = LayerConfig(FULL, 64, 2, None, RopeConfig(1e6, 0.25))
     shape = DrafterConfig(96, 64, 128, 512, 4, (sliding, full), max_position_embeddings=1000)
     return replace(shape, **changes)
 
 
-def full_layer(**changes: Any) -> tuple[LayerConfig, ...]:
-    first, last = config().layers
+def build_layers(**changes: Any) -> tuple[LayerConfig, ...]:
+    first, last = build_shape().layers
     return first, replace(last, **changes)
 
 
 CONFIGS = [
-    config(),
-    config(rms_norm_eps=1.0000001e-6, final_logit_softcap=29.999999999),
-    config(hidden_activation="gelu"),
-    config(layers=full_layer(rope=RopeConfig(1e6, 0.3))),
-    config(layers=full_layer(rope=RopeConfig(1234567.891, 0.25, 8.0))),
-    config(layers=full_layer(rope=RopeConfig(1e6, 0.5, 3.3333333333))),
-    config(layers=full_layer(rope=RopeConfig(1e6))),
-    config(layers=full_layer(num_kv_heads=1)),
-    config(layers=config().layers[1:] * 2),
+    build_shape(),
+    build_shape(rms_norm_eps=1.0000001e-6, final_logit_softcap=29.999999999),
+    build_shape(hidden_activation="gelu"),
+    build_shape(layers=build_layers(rope=RopeConfig(1e6, 0.3))),
+    build_shape(layers=build_layers(rope=RopeConfig(1234567.891, 0.25, 8.0))),
+    build_shape(layers=build_layers(rope=RopeConfig(1e6, 0.5, 3.3333333333))),
+    build_shape(layers=build_layers(rope=RopeConfig(1e6))),
+    build_shape(layers=build_layers(num_kv_heads=1)),
+    build_shape(layers=build_shape().layers[1:] * 2),
 ]
 
 
-def checkpoint(shape: DrafterConfig) -> Checkpoint:
+def build_checkpoint(shape: DrafterConfig) -> Checkpoint:
     tensors = {role.name: constant_weight(size, 0.5) for role, size in shapes_of(shape).items()}
     return Checkpoint(shape, tensors, "f32")
 
 
 def write(folder: Path, shape: DrafterConfig, **more: Any) -> OutputFile:
-    (file,) = format_named("gguf").plan(checkpoint(shape), "f32").files
+    (file,) = format_named("gguf").plan(build_checkpoint(shape), "f32").files
     write_file(folder, replace(file, metadata={**file.metadata, **more}))
     return file
 
@@ -144,21 +144,23 @@ def write(folder: Path, shape: DrafterConfig, **more: Any) -> OutputFile:
 def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> None:
     notes = write(tmp_path, shape).notes
     assert read_checkpoint(tmp_path).config == shape
-    # What llama.cpp does not do is said.
     assert ("tanh approximation" in " ".join(notes)) == (shape.hidden_activation == "gelu")
 
 
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        (config(attention_scale=0.5), "llama.cpp's is 1"),
-        (config(layers=(replace(config().layers[0], rope=RopeConfig(1e4, 0.5)), config().layers[1])), "turns all"),
-        (config(layers=(*config().layers, replace(config().layers[1], head_dim=32))), "to be alike"),
+        (build_shape(attention_scale=0.5), "llama.cpp's is 1"),
+        (
+            build_shape(layers=(replace(build_shape().layers[0], rope=RopeConfig(1e4, 0.5)), build_shape().layers[1])),
+            "turns all",
+        ),
+        (build_shape(layers=(*build_shape().layers, replace(build_shape().layers[1], head_dim=32))), "to be alike"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        assert format_named("gguf").plan(checkpoint(shape), "f32").files
+        assert format_named("gguf").plan(build_checkpoint(shape), "f32").files
 
 
 ARCH = "gemma4-assistant"
@@ -179,28 +181,28 @@ ARCH = "gemma4-assistant"
     ],
 )
 def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: str) -> None:
-    write(tmp_path, config(), **{key: value})
+    write(tmp_path, build_shape(), **{key: value})
     with pytest.raises(CheckpointError, match=what):
         read_checkpoint(tmp_path)
 
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
-    """Without any key of ours, in FP16, as llama.cpp's converter writes the same drafter; but no other tensor."""
-    (file,) = format_named("gguf").plan(checkpoint(config()), "f16").files
+    """A file of llama.cpp's converter, in FP16 and without our keys, is read, unless it has another tensor."""
+    (file,) = format_named("gguf").plan(build_checkpoint(build_shape()), "f16").files
     known = {key: value for key, value in file.metadata.items() if "mtp_extract" not in key and "vocab_size" not in key}
     theirs = replace(file, metadata={**known, "tokenizer.ggml.tokens": ["x"] * 512})
     more = replace(file.tensors[0], name="blk.0.attn_k.weight")
     for name, written in (("sound", theirs), ("more", replace(theirs, tensors=(*file.tensors, more)))):
         (tmp_path / name).mkdir()
         write_file(tmp_path / name, written)
-    found = read_checkpoint(tmp_path / "sound")
-    assert (found.config, found.dtype) == (config(), "f16")
+    checkpoint = read_checkpoint(tmp_path / "sound")
+    assert (checkpoint.config, checkpoint.dtype) == (build_shape(), "f16")
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_k\.weight: expected no such tensor"):
         read_checkpoint(tmp_path / "more")
 
 
 def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
-    """Every type of value it can write, and tensors of every type that we have, and of another."""
+    """With every value type of the package, and tensors of all our types and one other."""
     writer = GGUFWriter(tmp_path / "x.gguf", "some")
     values: dict[str, object] = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31}
     values |= {"int32": -5, "uint64": 1 << 63, "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True}
@@ -209,14 +211,14 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
         getattr(writer, f"add_{kind}")(kind, value)
     writer.add_array("texts", ["a", "", "bc"])
     writer.add_array("numbers", [1, -2])
-    made = {
+    tensors = {
         "F32": np.arange(6, dtype=np.float32).reshape(2, 3),
         "F16": np.arange(3, dtype=np.float16),
         "Q4_0": quantize(np.ones((2, 64), np.float32), GGMLQuantizationType.Q4_0),
         "Q8_0": quantize(np.ones((2, 32), np.float32), GGMLQuantizationType.Q8_0),
         "Q4_K": np.zeros((2, 144), np.uint8),
     }
-    for name, tensor in made.items():
+    for name, tensor in tensors.items():
         writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType[name] if name.startswith("Q") else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -225,73 +227,72 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     metadata, places = read_gguf(tmp_path / "x.gguf")
     assert metadata == {"general.architecture": "some", **values, "texts": 3, "numbers": [1, -2]}
     data = (tmp_path / "x.gguf").read_bytes()
-    assert [data[p.offset : p.offset + p.length] for p in places.values()] == [t.tobytes() for t in made.values()]
+    assert [data[p.offset : p.offset + p.length] for p in places.values()] == [t.tobytes() for t in tensors.values()]
     shapes = {"F32": (2, 3), "F16": (3,), "Q4_0": (2, 64), "Q8_0": (2, 32), "Q4_K": (2, 256)}
     assert {name: p.shape for name, p in places.items()} == {p.dtype: p.shape for p in places.values()} == shapes
 
 
-def text(value: str | bytes) -> bytes:
-    """A string with its length."""
+def pack_text(value: str | bytes) -> bytes:
     data = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(data)) + data
 
 
-def entry(kind: str, *value: int, key: str = "k") -> bytes:
-    """A key, and its value with its type."""
-    return text(key) + struct.pack(f"<{kind}", *value)
+def pack_entry(kind: str, *value: int, key: str = "k") -> bytes:
+    """Pack a key with its typed value; ``kind`` is in struct's letters."""
+    return pack_text(key) + struct.pack(f"<{kind}", *value)
 
 
-def tensor(name: str, dimensions: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
-    """As the header describes it: dimensions shortest stride first."""
+def pack_tensor(name: str, dimensions: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    """Pack a tensor's entry in the header; the dimension with the shortest stride comes first."""
     sizes = struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
-    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+    return pack_text(name) + sizes + struct.pack("<IQ", kind, offset)
 
 
-def gguf_bytes(
+def pack_gguf(
     entries: Sequence[bytes] = (),
     tensors: Sequence[bytes] = (),
     data: bytes = b"",
     version: int = 3,
     counts: tuple[int, int] | None = None,
 ) -> bytes:
-    """A file; ``counts`` are those of tensors and of entries, if not the true ones."""
+    """Pack a file; ``counts`` replace the true numbers of tensors and entries."""
     head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(entries))))
     head += b"".join(entries) + b"".join(tensors)
     return head + bytes(-len(head) % 32) + data
 
 
-ONE = [tensor("t", (2,))]
+ONE = [pack_tensor("t", (2,))]
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cut short"),
-    "version 2": (gguf_bytes(version=2), "expected GGUF version 3, .*found 2"),
-    "more tensors than bytes": (gguf_bytes(counts=(1 << 60, 0)), "at most 65536 keys and tensors"),
-    "a few more tensors": (gguf_bytes(counts=(3, 0)), "cut short"),
-    "more entries than bytes": (gguf_bytes(counts=(0, 1 << 63)), "at most 65536 keys"),
-    "long key": (gguf_bytes([struct.pack("<Q", 1 << 62)]), "cut short"),
-    "text past the end": (gguf_bytes([entry("IQ", 8, 1 << 20)]), "cut short"),
-    "no text": (gguf_bytes([entry("I", 8) + text(b"\xff\xfe")]), "UTF-8"),
-    "unknown type of value": (gguf_bytes([entry("IQ", 13, 0)]), "found values of type 13"),
-    "long list": (gguf_bytes([entry("IIQ", 9, 10, 1 << 61)]), "cut short"),
-    "long list of text": (gguf_bytes([entry("IIQ", 9, 8, 1 << 61)]), "cut short"),
-    "twice the same key": (gguf_bytes([entry("II", 4, 1)] * 2), "each key once, found k"),
-    "alignment 64": (gguf_bytes([entry("II", 4, 64, key="general.alignment")]), "general.alignment 32, found 64"),
-    "twice the same tensor": (gguf_bytes([], ONE * 2, bytes(64)), "each tensor once, found t"),
-    "type of another": (gguf_bytes([], [tensor("t", (256,), 99)], bytes(160)), "found type 99"),
-    "vast shape": (gguf_bytes([], [tensor("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
-    "shape of 0 times vast": (gguf_bytes([], [tensor("t", (0, 1 << 63))], bytes(32)), "cannot be"),
-    "offset past the end": (gguf_bytes([], [tensor("t", (2,), 0, 1 << 50)], bytes(32)), "to begin at byte 0"),
-    "overlapping": (gguf_bytes([], [*ONE, tensor("u", (2,))], bytes(64)), "u to begin at byte 32, found 0"),
-    "cut short": (gguf_bytes([], [tensor("t", (9,))], bytes(32)), "cut short"),
-    "too long": (gguf_bytes([], ONE, bytes(64)), "its header describes"),
+    "version 2": (pack_gguf(version=2), "expected GGUF version 3, .*found 2"),
+    "more tensors than bytes": (pack_gguf(counts=(1 << 60, 0)), "at most 65536 keys and tensors"),
+    "a few more tensors": (pack_gguf(counts=(3, 0)), "cut short"),
+    "more entries than bytes": (pack_gguf(counts=(0, 1 << 63)), "at most 65536 keys"),
+    "long key": (pack_gguf([struct.pack("<Q", 1 << 62)]), "cut short"),
+    "text past the end": (pack_gguf([pack_entry("IQ", 8, 1 << 20)]), "cut short"),
+    "no text": (pack_gguf([pack_entry("I", 8) + pack_text(b"\xff\xfe")]), "UTF-8"),
+    "unknown type of value": (pack_gguf([pack_entry("IQ", 13, 0)]), "found values of type 13"),
+    "long list": (pack_gguf([pack_entry("IIQ", 9, 10, 1 << 61)]), "cut short"),
+    "long list of text": (pack_gguf([pack_entry("IIQ", 9, 8, 1 << 61)]), "cut short"),
+    "twice the same key": (pack_gguf([pack_entry("II", 4, 1)] * 2), "each key once, found k"),
+    "alignment 64": (pack_gguf([pack_entry("II", 4, 64, key="general.alignment")]), "general.alignment 32, found 64"),
+    "twice the same tensor": (pack_gguf([], ONE * 2, bytes(64)), "each tensor once, found t"),
+    "type of another": (pack_gguf([], [pack_tensor("t", (256,), 99)], bytes(160)), "found type 99"),
+    "vast shape": (pack_gguf([], [pack_tensor("t", (1 << 40, 1 << 40))], bytes(32)), "cannot be"),
+    "shape of 0 times vast": (pack_gguf([], [pack_tensor("t", (0, 1 << 63))], bytes(32)), "cannot be"),
+    "offset past the end": (pack_gguf([], [pack_tensor("t", (2,), 0, 1 << 50)], bytes(32)), "to begin at byte 0"),
+    "overlapping": (pack_gguf([], [*ONE, pack_tensor("u", (2,))], bytes(64)), "u to begin at byte 32, found 0"),
+    "cut short": (pack_gguf([], [pack_tensor("t", (9,))], bytes(32)), "cut short"),
+    "too long": (pack_gguf([], ONE, bytes(64)), "its header describes"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_named(tmp_path: Path, name: str) -> None:
-    data, what = HOSTILE[name]
+    data, message = HOSTILE[name]
     path = tmp_path / FILE
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=what) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
     with pytest.raises(MtpExtractError):
@@ -301,10 +302,10 @@ def test_a_hostile_file_is_named(tmp_path: Path, name: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(cut=st.booleans(), at=st.integers(0, 4900), byte=st.integers(0, 255))
 def test_no_changed_byte_of_a_header_does_harm(
-    made: Path, tmp_path_factory: pytest.TempPathFactory, cut: bool, at: int, byte: int
+    sample_gguf: Path, tmp_path_factory: pytest.TempPathFactory, cut: bool, at: int, byte: int
 ) -> None:
-    """Nor a cut: it is read, or refused by name; nothing else is raised, and nothing of the size it claims is made."""
-    folder, stored = tmp_path_factory.mktemp("changed"), bytearray((made / FILE).read_bytes())
+    """A changed or cut file is read or refused by name, and no size that it claims is allocated."""
+    folder, stored = tmp_path_factory.mktemp("changed"), bytearray((sample_gguf / FILE).read_bytes())
     stored[at] = byte
     (folder / FILE).write_bytes(stored[: 20 * at] if cut else stored)
     try:
@@ -314,16 +315,16 @@ def test_no_changed_byte_of_a_header_does_harm(
 
 
 def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
-    """llama.cpp computes the dense head, which is in the file as well; its own converter leaves the other out too."""
-    shape = config(ordered_head=OrderedHeadConfig(32, 4))
+    """llama.cpp computes the dense head, which the file has; its own converter drops the ordered head, too."""
+    shape = build_shape(ordered_head=OrderedHeadConfig(32, 4))
     gguf = format_named("gguf")
-    arranged = gguf.plan(checkpoint(shape), "f32")
+    arranged = gguf.plan(build_checkpoint(shape), "f32")
     left = {role for role, kept in arranged.stored.items() if kept.how == "nothing"}
     assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}
     (note,) = arranged.notes
     assert "Left out: ordered_head.centroids, ordered_head.token_ordering, because llama.cpp" in note
     write(tmp_path, shape)
-    assert gguf.read(tmp_path).config == config()
+    assert gguf.read(tmp_path).config == build_shape()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     ],
 )
 def test_it_is_called_after_its_base(source: str, base: str, parts: tuple[str | None, ...]) -> None:
-    found = _derive_base_name({"source.name": source})
-    assert found == base
-    made = _split_base_name(found)
-    assert tuple(made.get(f"general.{key}") for key in ("basename", "size_label", "finetune")) == parts
+    name = _derive_base_name({"source.name": source})
+    assert name == base
+    keys = _split_base_name(name)
+    assert tuple(keys.get(f"general.{key}") for key in ("basename", "size_label", "finetune")) == parts

@@ -1,6 +1,6 @@
-"""What is written, read by those it is for: strictly, as the stored function; of packed formats the same bits.
+"""Engines load what is written strictly and compute the stored function; packed formats have the same bits.
 
-Of each way to store and each shape one drafter; that drafts are accepted is seen in ``scripts/test_in_engines.py``.
+One drafter of each way to store and of each shape; ``scripts/test_in_engines.py`` tests that drafts are accepted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ INTEGERS = (
     "torch_int2",
     "torch_folded_softcap",
 )
-"""One of each way to store matrices."""
+"""One variant of each way to store matrices."""
 SHAPED = ("jax_cap_none", "jax_kv_mixed", "jax_published_noscalar", "torch_odd_sizes", "twin_e2b_april", "twin_e4b_may")
-"""One of each shape."""
+"""One variant of each shape."""
 
 
 def load(directory: Path, **options: Any) -> Any:
-    """By transformers, in F32; nothing but the embedding that a drafter never reads may be missing."""
+    """Load with transformers, in F32 by default; only the embedding, which a drafter never reads, may be missing."""
     model, info = Gemma4AssistantForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     assert not info["unexpected_keys"] and not info["mismatched_keys"], info
     untied = not json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
@@ -50,8 +50,7 @@ def load(directory: Path, **options: Any) -> Any:
     return model.eval()
 
 
-def weight(module: Any) -> Tensor:
-    """What a linear module multiplies by."""
+def read_weight(module: Any) -> Tensor:
     if isinstance(module, gemma_quant.QuantizedLinear):
         return module._dequantize_weights()
     return module.weight
@@ -63,29 +62,29 @@ def feed(model: Any) -> dict[str, Any]:
     layers = {kind: text.per_layer_config[index] for index, kind in enumerate(text.layer_types)}
     shapes = {kind: (1, layer.num_key_value_heads, 10, layer.head_dim) for kind, layer in layers.items()}
 
-    def random(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     return {
-        "inputs_embeds": random(1, 1, 2 * model.config.backbone_hidden_size),
+        "inputs_embeds": draw(1, 1, 2 * model.config.backbone_hidden_size),
         "position_ids": torch.tensor([[9]]),
-        "shared_kv_states": {kind: (random(*shape), random(*shape)) for kind, shape in shapes.items()},
+        "shared_kv_states": {kind: (draw(*shape), draw(*shape)) for kind, shape in shapes.items()},
     }
 
 
 def compare(model: Any, reference: Any) -> None:
-    """Every matrix to the bit but what is rounded at 2^-24, and the outputs."""
+    """Compare every matrix, to the bit except for a folded lm_head, and the outputs."""
     with torch.no_grad():
-        given = feed(reference)
+        inputs = feed(reference)
         # compressed-tensors unpacks a module when it is first used.
-        found, expected = model(**given), reference(**given)
+        actual, expected = model(**inputs), reference(**inputs)
         theirs = dict(model.named_modules())
         for name, module in reference.named_modules():
             if isinstance(module, nn.Linear):
                 bits = 0 if name != "lm_head" else 2**-22
-                torch.testing.assert_close(weight(theirs[name]), module.weight, rtol=bits, atol=0, msg=name)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
+                torch.testing.assert_close(read_weight(theirs[name]), module.weight, rtol=bits, atol=0, msg=name)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SHAPED)
@@ -126,15 +125,15 @@ def test_transformers_computes_the_same_with_integers(name: str, format_: str, t
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
 def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, reference: Any) -> None:
-    """Held against the F32 extraction with each matrix's input and output rounded by the scales of the record."""
+    """It agrees with the F32 extraction whose matrix inputs and outputs are rounded by the scales of the record."""
     record = extract(variant(name), tmp_path / "out", format="gemma").record
-    found, model = load(tmp_path / "out"), reference(name)
+    gemma, model = load(tmp_path / "out"), reference(name)
     static = record["activations"]
     modules = {
         role.name: role.names["transformers"].removesuffix(".weight") for role in roles_of(4) if role.name in static
     }
 
-    def rounded(values: Tensor, how: dict[str, Any] | None) -> Tensor:
+    def round_values(values: Tensor, how: dict[str, Any] | None) -> Tensor:
         return values if how is None else torch.clamp(torch.round(values / how["scale"]), -128, 127) * how["scale"]
 
     linear = dict(model.named_modules())
@@ -142,22 +141,22 @@ def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, r
     for role, module in modules.items():
         before, after = static[role]
         hooks += [
-            linear[module].register_forward_pre_hook(lambda _, args, how=before: (rounded(args[0], how),)),
-            linear[module].register_forward_hook(lambda _, args, out, how=after: rounded(out, how)),
+            linear[module].register_forward_pre_hook(lambda _, args, how=before: (round_values(args[0], how),)),
+            linear[module].register_forward_hook(lambda _, args, out, how=after: round_values(out, how)),
         ]
     with torch.no_grad():
-        given = feed(model)
-        expected, theirs = model(**given), found(**given)
+        inputs = feed(model)
+        expected, theirs = model(**inputs), gemma(**inputs)
         for hook in hooks:
             hook.remove()
-        plain = model(**given)
+        plain = model(**inputs)
     torch.testing.assert_close(theirs.logits, expected.logits, rtol=0, atol=1e-4)
     assert float((plain.logits - expected.logits).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
-    """``scale · stored + bias`` in F32 rounds where the codes' own product does not, by a part of a step."""
+    """``scale · stored + bias`` in F32 rounds by a fraction of a step, where scale · code would not."""
     mlx = pytest.importorskip("mlx.core")
     extract(variant(name), tmp_path / "out", format="mlx")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
@@ -179,7 +178,7 @@ def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
 def test_the_snippet_of_a_card_runs_as_somebody_pastes_it(
     sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the base's id and the drafter's place filled in, and nothing else."""
+    """Only the base's id and the drafter's path are filled in."""
     directory = extract(sample, tmp_path / "drafter").directory
     card = (directory / "README.md").read_text(encoding="utf-8")
     snippet = next(block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "assistant_model" in block)

@@ -1,5 +1,5 @@
-"""The formats that pack the file's integers: what they hold is the file's, what not is said, damage is named; and all
-configurations are what they were when engines were seen to load them."""
+"""The formats that pack integers hold the bundle's codes, report what they cannot hold, and name damage; their
+configurations are those that engines were seen to load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUPS = (32, 64, 128)
 
 @pytest.fixture(scope="module", params=STORED)
 def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A variant, and all that it holds: what is converted of it is what is extracted (``test_conversion``)."""
+    """A variant's bundle, and its F32 extraction with codes, from which every format can be converted."""
     directory = tmp_path_factory.mktemp("extracted") / request.param
     extract(variant(request.param), directory, dtype="f32", codes=True)
     return variant(request.param), directory
@@ -48,19 +48,18 @@ def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def checkpoint(sample: Path) -> Iterator[Checkpoint]:
-    """The sample's drafter, as its bundle has it."""
     with open_bundle(sample) as opened:
         yield checkpoint_of(opened.drafter())
 
 
-def changed(checkpoint: Checkpoint, config: dict[str, Any] | None = None, **tensors: Weight) -> Checkpoint:
-    """With other weights; a role has ``__`` for its dots."""
+def replace_weights(checkpoint: Checkpoint, config: dict[str, Any] | None = None, **tensors: Weight) -> Checkpoint:
+    """Replace weights by role, with ``__`` for its dots."""
     named = {role.replace("__", "."): tensor for role, tensor in tensors.items()}
-    whole = MappingProxyType({**checkpoint.tensors, **named})
-    return replace(checkpoint, config=replace(checkpoint.config, **(config or {})), tensors=whole)
+    weights = MappingProxyType({**checkpoint.tensors, **named})
+    return replace(checkpoint, config=replace(checkpoint.config, **(config or {})), tensors=weights)
 
 
-def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> Weight:
+def draw_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool = False) -> Weight:
     generator = np.random.default_rng(shape[0] + bits)
     codes = generator.integers(-(1 << bits - 1), 1 << bits - 1, shape).astype(np.int8)
     sizes = generator.uniform(0.01, 0.1, (shape[0], shape[1] // block)).astype(np.float32)
@@ -69,8 +68,7 @@ def random_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool
     return of_codes(codes, Packing(bits, True), Steps.around_zero(block, sizes))
 
 
-def written(format_: str, checkpoint: Checkpoint, directory: Path) -> Checkpoint:
-    """What is read of a checkpoint that was written."""
+def write_and_read(format_: str, checkpoint: Checkpoint, directory: Path) -> Checkpoint:
     directory.mkdir(exist_ok=True)
     for file in format_named(format_).plan(checkpoint, "codes").files:
         write_file(directory, file)
@@ -79,43 +77,44 @@ def written(format_: str, checkpoint: Checkpoint, directory: Path) -> Checkpoint
 
 @pytest.mark.parametrize("format_", (*PACKED, "gguf"))
 def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path, format_: str) -> None:
-    """As the gguf package reads them, too."""
+    """GGUF files are read with the gguf package, too."""
     source, directory = coded
     convert(directory, tmp_path / "out", format=format_)
-    found, by_gguf = read_checkpoint(tmp_path / "out"), dict[str, Any]()
+    converted, by_gguf = read_checkpoint(tmp_path / "out"), dict[str, Any]()
     for path in tmp_path.glob("out/*.gguf"):
         by_gguf = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
     with open_bundle(source) as opened:
         original = checkpoint_of(opened.drafter())
-        assert found.config == replace(original.config, max_position_embeddings=131072)
+        assert converted.config == replace(original.config, max_position_embeddings=131072)
         for role, shape in shapes_of(original.config).items():
-            tensor, there = original.whole().tensors[role.name], found.tensors[role.name]
-            assert (there.scheme is not None) == holds(format_, role.name, tensor, shape)
+            tensor, actual = original.whole().tensors[role.name], converted.tensors[role.name]
+            assert (actual.scheme is not None) == holds(format_, role.name, tensor, shape)
             expected, most = tensor.array(), 0.0
-            if there.scheme is not None:
-                mine, theirs = row_codes(tensor), row_codes(there)
+            if actual.scheme is not None:
+                mine, theirs = row_codes(tensor), row_codes(actual)
                 np.testing.assert_array_equal(mine.codes(), theirs.codes(), err_msg=role.name)
-                scales, own = (np.repeat(codes.steps.size, codes.steps.block, axis=1) for codes in (theirs, mine))
-                own = own.astype(np.float16).astype(np.float32) if format_ == "gguf" else own
-                np.testing.assert_array_equal(scales, own, err_msg=role.name)
-                expected = expected if format_ != "gguf" else mine.codes() * own
+                scales, exact_scales = (np.repeat(c.steps.size, c.steps.block, axis=1) for c in (theirs, mine))
+                if format_ == "gguf":
+                    exact_scales = exact_scales.astype(np.float16).astype(np.float32)
+                    expected = mine.codes() * exact_scales
+                np.testing.assert_array_equal(scales, exact_scales, err_msg=role.name)
                 assert theirs.bits == (max(mine.bits, 4) if format_ == "gguf" else mine.bits)
-                # A rounding of what was folded into the scales, and else nothing, parts the numbers.
+                # The numbers differ only where a factor was divided out of the scales.
                 most = 0 if has_exact_steps(tensor) else 2**-22
-            np.testing.assert_allclose(there.array(), expected, rtol=most, err_msg=role.name)
+            np.testing.assert_allclose(actual.array(), expected, rtol=most, err_msg=role.name)
             if by_gguf:
-                np.testing.assert_array_equal(by_gguf[role.names["gguf"]].reshape(shape), there.array())
+                np.testing.assert_array_equal(by_gguf[role.names["gguf"]].reshape(shape), actual.array())
 
 
 def holds(format_: str, role: str, tensor: Weight, shape: tuple[int, ...]) -> bool:
-    """What a format has room for, written down anew."""
+    """State again, without the package's tables, whether a format can hold the codes of a matrix."""
     try:
         block = row_codes(tensor).steps.block
     except NoCodesError:
         return False
-    whole, grouped = block == shape[1], any(block % group == 0 for group in GROUPS)
-    held = {"gemma": whole, "mlx": grouped, "gguf": block % 32 == 0, "compressed-tensors": whole or grouped}
-    return held.get(format_, (whole or grouped) and role != "lm_head")
+    is_whole, is_grouped = block == shape[1], any(block % group == 0 for group in GROUPS)
+    fits = {"gemma": is_whole, "mlx": is_grouped, "gguf": block % 32 == 0, "compressed-tensors": is_whole or is_grouped}
+    return fits.get(format_, (is_whole or is_grouped) and role != "lm_head")
 
 
 @pytest.mark.parametrize(
@@ -133,11 +132,11 @@ def test_what_is_not_held_is_said(tmp_path: Path, name: str, format_: str, expec
 
 
 def test_targets_find_what_engines_fuse(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Under any prefix, each module once; and by the names of vLLM's and SGLang's fused modules, where a gate is packed
-    as what it is fused with."""
-    odd = changed(checkpoint, layers__0__up_proj=random_codes((128, 64), 8, 64))
-    found = written("compressed-tensors", odd, tmp_path)
-    assert [found.tensors[f"layers.0.{name}_proj"].bits for name in ("up", "gate")] == [8, 4]
+    """Targets match each module once under any prefix, and fused modules by their names in vLLM and SGLang if a gate is
+    packed like what it is fused with."""
+    mixed = replace_weights(checkpoint, layers__0__up_proj=draw_codes((128, 64), 8, 64))
+    converted = write_and_read("compressed-tensors", mixed, tmp_path)
+    assert [converted.tensors[f"layers.0.{name}_proj"].bits for name in ("up", "gate")] == [8, 4]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is False
     groups = config["quantization_config"]["config_groups"].values()
@@ -157,40 +156,41 @@ def test_targets_find_what_engines_fuse(checkpoint: Checkpoint, tmp_path: Path) 
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("format_", PACKED)
 def test_blocks_of_every_size(checkpoint: Checkpoint, tmp_path: Path, format_: str, block: int, bits: int) -> None:
-    """Rows of 512 in blocks: held in the longest group there is, else in floats; the numbers are the same."""
+    """Rows of 512 are stored in the longest group that fits, else as floats, with the same numbers."""
     new = {
-        "pre_projection": random_codes((64, 512), bits, block),
-        "post_projection": random_codes((256, 64), bits, 64, per_tensor=True),
+        "pre_projection": draw_codes((64, 512), bits, block),
+        "post_projection": draw_codes((256, 64), bits, 64, per_tensor=True),
     }
-    made = changed(checkpoint, {"backbone_hidden_size": 256}, **new)
-    how = format_named(format_).plan(made, "codes").stored["pre_projection"].how
-    found = written(format_, made, tmp_path)
+    coded = replace_weights(checkpoint, {"backbone_hidden_size": 256}, **new)
+    how = format_named(format_).plan(coded, "codes").stored["pre_projection"].how
+    converted = write_and_read(format_, coded, tmp_path)
     assert (how == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
     if how == "codes":
-        # MLX repeats a row's steps for each of its groups; read, they are one again.
-        assert found.tensors["pre_projection"].steps.block == (min(block, 128) if block < 512 else 512)
+        # MLX repeats a row's scale for each of its groups; reading merges them.
+        assert converted.tensors["pre_projection"].steps.block == (min(block, 128) if block < 512 else 512)
     for role, tensor in new.items():
-        np.testing.assert_array_equal(found.tensors[role].array(), tensor.array())
+        np.testing.assert_array_equal(converted.tensors[role].array(), tensor.array())
 
 
 def test_codes_beside_are_of_what_is_in_floats(tmp_path: Path) -> None:
     extract(variant("torch_asymmetric"), tmp_path / "out", format="mlx", codes=True)
-    found = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out").tensors)
+    tensors = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out").tensors)
     stored = {name.rpartition(".")[0] for name in load_file(tmp_path / "out" / "codes" / "codes.safetensors")}
     assert "pre_projection.weight" in stored and "model.embed_tokens.weight" not in stored
-    assert all(tensor.scheme is not None for tensor in found.values() if len(tensor.shape) == 2)
+    assert all(tensor.scheme is not None for tensor in tensors.values() if len(tensor.shape) == 2)
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
 def test_gemma_holds_static_scales(tmp_path: Path, name: str) -> None:
     result = extract(variant(name), tmp_path / "out", format="gemma")
     assert any("Static scales of activations are held" in note for note in result.notes)
-    found = read_checkpoint(tmp_path / "out")
+    checkpoint = read_checkpoint(tmp_path / "out")
     with open_bundle(variant(name)) as opened:
         expected = {role: pair for role, pair in checkpoint_of(opened.drafter()).activations.items() if any(pair)}
-    assert set(found.activations) == set(expected) != set()
+    assert set(checkpoint.activations) == set(expected) != set()
     for role, pair in expected.items():
-        assert [a and np.float32(a.scale) for a in found.activations[role]] == [a and np.float32(a.scale) for a in pair]
+        stored_scales = [a and np.float32(a.scale) for a in checkpoint.activations[role]]
+        assert stored_scales == [a and np.float32(a.scale) for a in pair]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["lm_head.input_activation_scale"].shape == ()
     assert stored["lm_head.input_activation_scale"] == 0
@@ -199,16 +199,16 @@ def test_gemma_holds_static_scales(tmp_path: Path, name: str) -> None:
 def test_static_scales_that_are_not_around_zero(checkpoint: Checkpoint) -> None:
     odd, plain, wide = Activation("int8", 0.5, 3), Activation("int8", 0.25, 0), Activation("int16", 0.5, 0)
     pairs = {"pre_projection": (odd, plain), "post_projection": (plain, plain)}
-    weights, other = (
-        format_named("gemma").plan(replace(checkpoint, activations=one), "codes").files[0]
-        for one in (pairs, {"lm_head": (wide, None)})
+    weights, wide_weights = (
+        format_named("gemma").plan(replace(checkpoint, activations=activations), "codes").files[0]
+        for activations in (pairs, {"lm_head": (wide, None)})
     )
     assert len(weights.notes) == 2 and "Activations of pre_projection are not rounded" in weights.notes[1]
-    assert len(other.notes) == 1 and "Activations of lm_head are not rounded" in other.notes[0]
-    made = {t.name: float(next(iter(t.produce()))) for t in weights.tensors if "activation" in t.name}
-    assert made["pre_projection.input_activation_scale"] == 0
-    assert made["pre_projection.output_activation_scale"] == 0.25
-    assert made["post_projection.input_activation_scale"] == 0.25
+    assert len(wide_weights.notes) == 1 and "Activations of lm_head are not rounded" in wide_weights.notes[0]
+    scales = {t.name: float(next(iter(t.produce()))) for t in weights.tensors if "activation" in t.name}
+    assert scales["pre_projection.input_activation_scale"] == 0
+    assert scales["pre_projection.output_activation_scale"] == 0.25
+    assert scales["post_projection.input_activation_scale"] == 0.25
 
 
 @pytest.mark.parametrize("format_", PACKED)
@@ -221,30 +221,30 @@ def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
 def test_an_ordered_head_of_floats_is_kept(
     checkpoint: Checkpoint, extracted: Path, tmp_path: Path, format_: str
 ) -> None:
-    """What an official assistant has, its other matrices made integers; a head of integers is refused by name."""
+    """An official assistant's ordered head is kept beside integer matrices; a head of integers is refused by name."""
     ordering, head = tmp_path / "ordering.safetensors", OrderedHeadConfig(num_centroids=8, top_k=2)
     save_file({"order": np.random.default_rng(0).permutation(512)}, ordering)
     new = {
-        "ordered_head__centroids": random_codes((8, 64), 4, 64),
+        "ordered_head__centroids": draw_codes((8, 64), 4, 64),
         "ordered_head__token_ordering": Stored(ordering, read_header(ordering)["order"], "order"),
     }
-    coded = changed(checkpoint, {"ordered_head": head}, **new)
+    coded = replace_weights(checkpoint, {"ordered_head": head}, **new)
     if format_ != "compressed-tensors-sglang":
         with pytest.raises(UnsupportedError, match="lm_head: an ordered head picks rows of floats"):
             assert format_named(format_).plan(coded, "codes").files
-    made = changed(coded, lm_head=read_checkpoint(extracted).tensors["lm_head"])
-    found = written(format_, made, tmp_path / "out")
-    assert found.config.ordered_head == head
-    order = found.tensors["ordered_head.token_ordering"].indices()
+    mixed = replace_weights(coded, lm_head=read_checkpoint(extracted).tensors["lm_head"])
+    converted = write_and_read(format_, mixed, tmp_path / "out")
+    assert converted.config.ordered_head == head
+    order = converted.tensors["ordered_head.token_ordering"].indices()
     np.testing.assert_array_equal(order, load_file(ordering)["order"])
-    assert found.tensors["ordered_head.centroids"].scheme is not None
+    assert converted.tensors["ordered_head.centroids"].scheme is not None
     for role in ("lm_head", "ordered_head.centroids"):
-        np.testing.assert_array_equal(found.tensors[role].array(), made.tensors[role].array())
+        np.testing.assert_array_equal(converted.tensors[role].array(), mixed.tensors[role].array())
 
 
 @pytest.fixture(scope="module")
 def sound(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The sample in a format; each is written once."""
+    """Format → the sample in it, written once."""
 
     @functools.cache
     def of(format_: str) -> Path:
@@ -255,7 +255,7 @@ def sound(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return of
 
 
-def nan(array: np.ndarray) -> np.ndarray:
+def insert_nan(array: np.ndarray) -> np.ndarray:
     array = array.copy()
     array.flat[1] = np.nan
     return array
@@ -265,7 +265,7 @@ CT, CT_GROUP = "compressed-tensors", "config_groups/group_0"
 DAMAGES: list[tuple[str, str, Any, str]] = [
     ("mlx", "pre_projection.scales", None, "pre_projection.weight: expected shape"),
     ("mlx", "pre_projection.biases", None, "pre_projection.biases: expected a tensor"),
-    ("mlx", "pre_projection.scales", nan, "pre_projection: expected finite scales and biases"),
+    ("mlx", "pre_projection.scales", insert_nan, "pre_projection: expected finite scales and biases"),
     ("mlx", "pre_projection.weight", lambda w: w.view(np.int32), "pre_projection.weight: expected U32"),
     ("mlx", "quantization/pre_projection/group_size", 64, "says quantization.*group_size 64"),
     ("mlx", "quantization/pre_projection/mode", "mxfp4", "says quantization.*mode mxfp4"),
@@ -284,8 +284,8 @@ DAMAGES: list[tuple[str, str, Any, str]] = [
     ("gemma", "pre_projection.weight", lambda w: w.view(np.uint8), "pre_projection.weight: expected I8"),
     ("gemma", "module_quant_configs/^lm_head$/num_bits", 2, "lm_head.*num_bits 2"),
 ]
-"""Of a format: the name of a tensor, or the keys down to a value of the configuration; what it becomes, or is made
-of it, None to take it away; and what is said."""
+"""Format; name of a tensor, or path of keys in the configuration; its new value, or a function of the old one, None to
+remove it; the expected message."""
 
 
 @pytest.mark.parametrize(("format_", "place", "value", "expected"), DAMAGES)
@@ -312,14 +312,14 @@ def test_damage_is_named(
 
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
-"""By variant: ``config.json`` in transformers' format, and by packed format what it has beyond that."""
+"""Variant → ``config.json`` in transformers' format, and the additions of each packed format."""
 
 GENERATION = {"is_assistant": True, "num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}
 
 
-def merged(document: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """``document`` with ``more`` in it, object by object."""
-    inner = {key: merged(document[key], value) for key, value in more.items() if isinstance(document.get(key), dict)}
+def merge(document: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Merge ``more`` into ``document``, object by object."""
+    inner = {key: merge(document[key], value) for key, value in more.items() if isinstance(document.get(key), dict)}
     return {**document, **more, **inner}
 
 
@@ -328,5 +328,5 @@ def test_a_configuration_is_what_it_was(name: str, format_: str, tmp_path: Path)
     extract(variant(name), tmp_path / "out", format=format_)
 
     documents = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*config.json")}
-    assert documents["config"] == merged(CONFIGS[name]["transformers"], CONFIGS[name][format_])
+    assert documents["config"] == merge(CONFIGS[name]["transformers"], CONFIGS[name][format_])
     assert documents["generation_config"] == GENERATION

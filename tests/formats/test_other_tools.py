@@ -1,4 +1,4 @@
-"""Directories and files of other tools: what is sound is read, the rest is called what it is."""
+"""Directories and files of other tools: sound ones are read, others are refused with a name for what they are."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mtp_extract.pipeline.check import ReadDirectory
 INDEX = "model.safetensors.index.json"
 
 
-def parts_of(directory: Path, count: int) -> dict[str, str]:
-    """Cut the weights in ``directory`` into so many files, as NeMo and transformers name them; tensor → file."""
+def split_weights(directory: Path, count: int) -> dict[str, str]:
+    """Split the weights into ``count`` files, named as by NeMo and transformers; return tensor → file."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     weight_map = {name: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, name in enumerate(tensors)}
@@ -43,7 +43,7 @@ def write_index(directory: Path, weight_map: object) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """As transformers' own class saves it."""
+    """A random assistant, saved by transformers."""
     random_assistant(GEOMETRIES["dense"]).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
 
@@ -56,12 +56,12 @@ def test_googles_12b_assistant_is_read(tmp_path: Path) -> None:
     model = transformers.Gemma4UnifiedAssistantForCausalLM(transformers.AutoConfig.for_model(**config)).eval()
     model.save_pretrained(tmp_path / "12b")
     assert json.loads((tmp_path / "12b/config.json").read_text())["text_config"]["model_type"] == "gemma4_unified_text"
-    found = ReadDirectory.of(tmp_path / "12b")
-    assert found.checkpoint.notes == ()
-    kv = found.checkpoint.mtp.kv_layers
+    drafter = ReadDirectory.of(tmp_path / "12b")
+    assert drafter.checkpoint.notes == ()
+    kv = drafter.checkpoint.mtp.kv_layers
     assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
     stored = load_file(tmp_path / "12b/model.safetensors")
-    assert np.array_equal(found.checkpoint.tensors["post_projection"].array(), stored["post_projection.weight"])
+    assert np.array_equal(drafter.checkpoint.tensors["post_projection"].array(), stored["post_projection.weight"])
     convert(tmp_path / "12b", tmp_path / "gguf", format="gguf")
     assert read_checkpoint(tmp_path / "gguf").mtp.kv_layers == kv
 
@@ -69,14 +69,14 @@ def test_googles_12b_assistant_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("has_index", [True, False])
 def test_weights_in_parts_are_read(saved: Path, tmp_path: Path, count: int, has_index: bool) -> None:
-    whole = read_checkpoint(shutil.copytree(saved, tmp_path / "whole"))
-    weight_map = parts_of(saved, count)
+    expected = read_checkpoint(shutil.copytree(saved, tmp_path / "expected"))
+    weight_map = split_weights(saved, count)
     if has_index:
         write_index(saved, weight_map)
-    found = ReadDirectory.of(saved)
-    assert found.checkpoint.notes == () and found.sums.keys() == set(weight_map.values())
-    for role, weight in whole.tensors.items():
-        assert np.array_equal(found.checkpoint.tensors[role].array(), weight.array()), role
+    drafter = ReadDirectory.of(saved)
+    assert drafter.checkpoint.notes == () and drafter.sums.keys() == set(weight_map.values())
+    for role, weight in expected.tensors.items():
+        assert np.array_equal(drafter.checkpoint.tensors[role].array(), weight.array()), role
 
 
 def test_parts_that_transformers_saves_are_read(tmp_path: Path) -> None:
@@ -93,12 +93,12 @@ def test_an_index_beside_one_file_is_read_or_passed_over(saved: Path) -> None:
     assert ReadDirectory.of(saved).checkpoint.notes == (f"Passed over: {INDEX} names another file.",)
 
 
-def _moved(directory: Path, weight_map: dict[str, str]) -> object:
+def _swap_files(directory: Path, weight_map: dict[str, str]) -> object:
     first, second = dict.fromkeys(weight_map.values())
     return {name: second if file == first else first for name, file in weight_map.items()}
 
 
-def _doubled(directory: Path, weight_map: dict[str, str]) -> object:
+def _store_twice(directory: Path, weight_map: dict[str, str]) -> object:
     first, second = (directory / file for file in dict.fromkeys(weight_map.values()))
     save_file(load_file(first) | load_file(second), second)
     return weight_map
@@ -112,22 +112,22 @@ HOSTILE: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
     "another kind of file": (lambda d, m: {**m, "x": "config.json"}, r"found config\.json"),
     "a file that is not there": (lambda d, m: {**m, "x": "gone.safetensors"}, r"names gone\.safetensors, which is not"),
     "a tensor that is not there": (lambda d, m: {**m, "x": next(iter(m.values()))}, "x is not in the file"),
-    "files exchanged": (_moved, "is not in the file that it names"),
-    "a tensor in two files": (_doubled, "as another part does"),
+    "files exchanged": (_swap_files, "is not in the file that it names"),
+    "a tensor in two files": (_store_twice, "as another part does"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_an_index_that_lies_is_refused_in_one_line(saved: Path, case: str) -> None:
     change, message = HOSTILE[case]
-    write_index(saved, change(saved, parts_of(saved, 2)))
+    write_index(saved, change(saved, split_weights(saved, 2)))
     with pytest.raises(CheckpointError, match=message) as caught:
         ReadDirectory.of(saved)
     assert str(saved) in str(caught.value) and str(caught.value).isprintable()
 
 
 def test_a_part_that_is_missing_is_named_by_its_tensors(saved: Path) -> None:
-    weight_map = parts_of(saved, 3)
+    weight_map = split_weights(saved, 3)
     missing = "model-00002-of-00003.safetensors"
     (saved / missing).unlink()
     first = min(name for name, file in weight_map.items() if file == missing)
@@ -137,7 +137,7 @@ def test_a_part_that_is_missing_is_named_by_its_tensors(saved: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_path: Path, bits: int) -> None:
-    """Of BF16, with its own scales and biases, and one entry for all modules, as its converters write it."""
+    """As MLX's converters write them: BF16 scales and biases of its own, and one entry for all modules."""
     mx = pytest.importorskip("mlx.core")
     extract(sample, tmp_path / "d")
     convert(tmp_path / "d", tmp_path / "mlx", format="mlx", quantize="int4")
@@ -156,10 +156,10 @@ def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_pa
     mx.save_safetensors(str(tmp_path / "mlx/model.safetensors"), tensors, {"format": "mlx"})
     write_index(tmp_path / "mlx", dict.fromkeys(tensors, "model.safetensors"))
     assert str(tensors[f"{packed[0]}.scales"].dtype) == "mlx.core.bfloat16"
-    found = ReadDirectory.of(tmp_path / "mlx").checkpoint
-    assert found.notes == ()
+    checkpoint = ReadDirectory.of(tmp_path / "mlx").checkpoint
+    assert checkpoint.notes == ()
     for role, module in (("lm_head", "model.embed_tokens"), ("layers.1.gate_proj", "model.layers.1.mlp.gate_proj")):
-        np.testing.assert_allclose(found.tensors[role].array(), expected[module], rtol=2e-6, atol=1e-7)
+        np.testing.assert_allclose(checkpoint.tensors[role].array(), expected[module], rtol=2e-6, atol=1e-7)
     entry["mode"] = "mxfp4"
     edit(tmp_path / "mlx", quantization=entry, quantization_config=entry)
     with pytest.raises(CheckpointError, match=r"mode mxfp4"):
@@ -167,7 +167,7 @@ def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_pa
 
 
 def test_fp8_is_called_so(saved: Path) -> None:
-    """By its config, and by its tensors where that says nothing."""
+    """By its config, or by its tensors if the config says nothing."""
     tensors = load_file(saved / "model.safetensors")
     name = "model.layers.0.mlp.gate_proj.weight"
     scale = {f"{name}_scale": torch.ones(1)}
@@ -197,7 +197,7 @@ def test_a_drafter_for_another_program_is_called_so(sample: Path, tmp_path: Path
 
 
 def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizationType) -> None:
-    """The sample's drafter, written by gguf-py, with the matrices of one kind in ``kind``."""
+    """Write the sample's drafter with gguf-py; the ``ffn_up`` matrices have the dtype ``kind``."""
     from mtp_extract.formats import format_named
 
     extract(sample, folder / "d")
@@ -228,7 +228,7 @@ def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizatio
 def test_a_head_with_a_gelu_is_called_so_and_nobody_is_told_to_change_it(tmp_path: Path) -> None:
     """NeMo Automodel trains such heads for Gemma 4, and writes them in parts."""
     directory = write_head(tmp_path / "d", random_head(head_config()), "eagle3")
-    write_index(directory, parts_of(directory, 1))
+    write_index(directory, split_weights(directory, 1))
     edit(directory, architectures=["LlamaEagle3DraftModel"])
     assert ReadDirectory.of(directory).checkpoint.notes == (
         "Passed over: config.json says architectures ['LlamaEagle3DraftModel'].",

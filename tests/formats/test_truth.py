@@ -18,7 +18,7 @@ TRUTH = VARIANTS | STATIC
 MADE = sorted(set(TRUTH) - REFUSED)
 
 
-def sha256(array: np.ndarray) -> str:
+def hash_array(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
@@ -31,9 +31,9 @@ def test_variant(name: str, tmp_path: Path) -> None:
     assert set(weights) == {*expected["matrices"], *expected["vectors"]}
     for tensor, matrix in expected["matrices"].items():
         stored, scale, zero_point = (codes[f"{tensor}.{part}"] for part in ("codes", "scale", "zero_point"))
-        assert sha256(stored) == matrix["codes"], tensor
-        assert sha256(scale) == matrix["scale"], tensor
-        assert sha256(zero_point) == matrix["zero_point"], tensor
+        assert hash_array(stored) == matrix["codes"], tensor
+        assert hash_array(scale) == matrix["scale"], tensor
+        assert hash_array(zero_point) == matrix["zero_point"], tensor
         if matrix["block"]:
             scale, zero_point = (np.repeat(part, matrix["block"], axis=1) for part in (scale, zero_point))
         else:
@@ -43,11 +43,11 @@ def test_variant(name: str, tmp_path: Path) -> None:
             value = (value.astype(np.float64) / matrix["factor"]).astype(np.float32)
         np.testing.assert_array_equal(weights[tensor], value, err_msg=tensor)
     for tensor, digest in expected["vectors"].items():
-        assert sha256(weights[tensor]) == digest, tensor
+        assert hash_array(weights[tensor]) == digest, tensor
 
 
 def test_published_shape_is_42_constants(tmp_path: Path) -> None:
-    """Without layer scalars and with one q norm for the sliding layers: the seed's 23 matrices and 19 vectors."""
+    """A bundle without layer scalars and with one q norm for the sliding layers has the seed's 42 tensors."""
     extract(variant("jax_published_noscalar"), tmp_path / "out", format="litert")
     dimensions = [weight.ndim for weight in load_file(tmp_path / "out" / "mtp_drafter.safetensors").values()]
     assert (dimensions.count(2), dimensions.count(1), len(dimensions)) == (23, 19, 42)

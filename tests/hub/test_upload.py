@@ -1,4 +1,4 @@
-"""Publishing on a loopback Hub: what arrives, what is refused before anything is sent, what is resumed."""
+"""Publishing on a loopback Hub: what arrives, what is refused before anything is sent, and how uploads resume."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def directory(extracted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(extracted, tmp_path / "drafter"))
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def read_directory(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
     }
 
 
-def held(hub: HubServer, name: str = NAME) -> dict[str, object]:
+def read_stored(hub: HubServer, name: str = NAME) -> dict[str, object]:
     return {path: content.data for path, (content, _) in hub.repos[name].files.items() if path != ".gitattributes"}
 
 
-def sent(hub: HubServer) -> list[str]:
-    """Requests that changed, or were meant to change, something on the Hub."""
+def list_writes(hub: HubServer) -> list[str]:
+    """List the requests that changed, or were meant to change, something on the Hub."""
     paths = ("/commit/", "/preupload/", "/repos/create", "/lfs/objects/batch")
     return [r.path for r in hub.requests if r.method == "PUT" or any(path in r.path for path in paths)]
 
 
-def refused(directory: Path, name: str = NAME, kind: type[MtpExtractError] = HubError, **options: bool) -> str:
+def expect_refusal(directory: Path, name: str = NAME, kind: type[MtpExtractError] = HubError, **options: bool) -> str:
     with pytest.raises(kind) as caught:
         upload(directory, name, **options)
     for secret in (TOKEN, SIGNATURE):
@@ -62,11 +62,11 @@ def refused(directory: Path, name: str = NAME, kind: type[MtpExtractError] = Hub
 
 def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
     result = upload(directory, NAME)
-    assert held(hub) == contents(directory)
+    assert read_stored(hub) == read_directory(directory)
     assert hub.repos[NAME].private
     assert result.created
     assert (result.commit, result.url) == (hub.repos[NAME].commit, f"{hub.url()}/{NAME}")
-    assert set(result.sent) == {file.path for file in result.files} == set(contents(directory))
+    assert set(result.sent) == {file.path for file in result.files} == set(read_directory(directory))
     assert {request.authorization for request in hub.requests if request.server == "storage"} == {None}
     upload(directory, "org/public", private=False)
     assert not hub.repos["org/public"].private
@@ -79,24 +79,24 @@ def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
 
 def test_a_dry_run_asks_nobody(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    before = contents(directory)
+    before = read_directory(directory)
     result = upload(directory, NAME, dry_run=True)
     assert hub.requests == []
     assert result.commit is None
-    assert contents(directory) == before
-    found = {file.path: (file.size, file.sha256) for file in result.files}
-    assert found == {path: (len(data), Content.of(data).sha256) for path, data in before.items()}
+    assert read_directory(directory) == before
+    files = {file.path: (file.size, file.sha256) for file in result.files}
+    assert files == {path: (len(data), Content.of(data).sha256) for path, data in before.items()}
 
 
 def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Path, tmp_path: Path) -> None:
     (directory / "report.json").write_text(json.dumps(REPORT))
-    before = contents(directory)
+    before = read_directory(directory)
     planned = {file.path: file.sha256 for file in upload(directory, NAME, dry_run=True).files}
     result = upload(directory, NAME)
     assert {file.path: file.sha256 for file in result.files} == planned
-    # What the user has is left alone; what was published is whole in itself.
-    assert contents(directory) == before
-    published = {path: data for path, data in held(hub).items() if isinstance(data, bytes)}
+    # The local directory is unchanged, and the published one is complete.
+    assert read_directory(directory) == before
+    published = {path: data for path, data in read_stored(hub).items() if isinstance(data, bytes)}
     card = published["README.md"].decode()
     assert REPORT["verdict"] in card
     assert "All figures are in `report.json`." in card
@@ -113,12 +113,12 @@ def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Pat
 
 def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> None:
     hub.fault("commit", status=500, times=99)
-    assert "Run it again" in refused(directory)
+    assert "Run it again" in expect_refusal(directory)
     assert set(hub.repos[NAME].files) == {".gitattributes"}
     hub.faults.clear()
     hub.requests.clear()
     upload(directory, NAME)
-    assert held(hub) == contents(directory)
+    assert read_stored(hub) == read_directory(directory)
     assert [request for request in hub.requests if request.method == "PUT"] == []
 
 
@@ -127,14 +127,14 @@ def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> No
     [({"status": 403}, "the Hub's storage refuses what is sent (403)"), ({"drop": True}, "or the connection was lost")],
 )
 def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, int], message: str) -> None:
-    """For good, and then for a while; it says nothing of rights."""
+    """It fails for good, then for a while; the error does not mention rights."""
     hub.fault("put", times=99, **fault)
-    assert f"{message}. Run it again: it resumes." in refused(directory)
+    assert f"{message}. Run it again: it resumes." in expect_refusal(directory)
     assert set(hub.repos[NAME].files) == {".gitattributes"}
     hub.faults.clear()
     hub.fault("put", status=503, times=2)
     upload(directory, NAME)
-    assert held(hub) == contents(directory)
+    assert read_stored(hub) == read_directory(directory)
 
 
 LIMIT = "Private repository storage limit reached, please upgrade your plan to increase it"
@@ -146,10 +146,10 @@ TRIPPED = "Your storage patterns tripped our internal systems! Please contact us
 def test_what_the_hub_says_of_a_refusal_is_shown(
     hub: HubServer, directory: Path, where: str, status: int, words: str
 ) -> None:
-    """Without the token; and that the repository was created, but only where it was."""
+    """The token is hidden; the error says that the repository was created, but only if it was."""
     headers = {"X-Error-Message": f"{words} ({TOKEN})"}
     hub.fault(where, status=status, headers=headers, times=99)
-    first, second = refused(directory), refused(directory)
+    first, second = expect_refusal(directory), expect_refusal(directory)
     assert f"{words.rstrip('.')}" in first
     assert ("may not write" in first) is False
     assert first == f"{second} The repository was created on the way (private)."
@@ -158,14 +158,14 @@ def test_what_the_hub_says_of_a_refusal_is_shown(
 
 def test_a_refusal_without_words_is_about_rights(hub: HubServer, directory: Path) -> None:
     hub.fault("create", status=403)
-    assert refused(directory) == (
+    assert expect_refusal(directory) == (
         "org/drafter: the token may not write there: choose a name of yours, or a token with write permission for it."
     )
 
 
 def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
     hub.keep = False
-    assert "is not what was sent" in refused(directory)
+    assert "is not what was sent" in expect_refusal(directory)
 
 
 # --- refused before anything is sent
@@ -173,32 +173,32 @@ def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
 
 @pytest.mark.parametrize("name", ["drafter", "org/a/b", "org/a b", "org/--x", "/x", "org/", "", "org/x.git", "../x"])
 def test_a_bad_name(hub: HubServer, directory: Path, name: str) -> None:
-    refused(directory, name)
+    expect_refusal(directory, name)
     assert hub.requests == []
 
 
 def test_a_name_that_is_not_ours(hub: HubServer, directory: Path) -> None:
     rights = "If that is about rights, choose a name of yours, or a token with write permission for it."
-    assert refused(directory, "someone/drafter") == (
+    assert expect_refusal(directory, "someone/drafter") == (
         "someone/drafter: the Hub refuses it (403): You don't have the rights to create a model under this namespace. "
         + rights
     )
-    assert sent(hub) == ["/api/repos/create"]
+    assert list_writes(hub) == ["/api/repos/create"]
     hub.repos["someone/drafter"] = Repo()
     hub.requests.clear()
-    assert rights in refused(directory, "someone/drafter")
+    assert rights in expect_refusal(directory, "someone/drafter")
     assert not [request for request in hub.requests if request.method == "PUT" or "/commit/" in request.path]
     hub.fault("create", status=409)  # a private one of somebody else
-    assert "does not see it" in refused(directory)
+    assert "does not see it" in expect_refusal(directory)
 
 
 @pytest.mark.parametrize("path", ["README.md", "notes.txt"])
 def test_a_repository_with_other_content(hub: HubServer, directory: Path, path: str) -> None:
     hub.add(NAME, path, b"something else", lfs=False)
-    assert path in refused(directory)
-    assert sent(hub) == []
+    assert path in expect_refusal(directory)
+    assert list_writes(hub) == []
     result = upload(directory, NAME, force=True)
-    assert {**held(hub), "notes.txt": b""} == {**contents(directory), "notes.txt": b""}
+    assert {**read_stored(hub), "notes.txt": b""} == {**read_directory(directory), "notes.txt": b""}
     assert not result.created
 
 
@@ -218,16 +218,16 @@ def test_who_may_not_send(
     hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], message: str
 ) -> None:
     (monkeypatch.setattr if CONSTANTS in change[0] else monkeypatch.setenv)(*change)
-    assert message in refused(directory)
-    assert sent(hub) == []
+    assert message in expect_refusal(directory)
+    assert list_writes(hub) == []
 
 
 def test_a_server_that_quotes_the_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quoting(*args: object, **options: object) -> None:
+    def quote_token(*args: object, **options: object) -> None:
         raise RuntimeError(f"bad header Bearer {TOKEN} for https://x.test/y?sig={SIGNATURE} (1)")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", quoting)
-    assert refused(directory) == (
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", quote_token)
+    assert expect_refusal(directory) == (
         "org/drafter: the upload failed: bad header … for https://x.test/y (1). Run it again: it resumes. "
         "The repository was created on the way (private)."
     )
@@ -262,7 +262,7 @@ def test_a_directory_that_is_not_what_its_record_says(
 ) -> None:
     spoil(directory)
     for dry_run in (False, True):
-        assert message in refused(directory, kind=CheckpointError, dry_run=dry_run)
+        assert message in expect_refusal(directory, kind=CheckpointError, dry_run=dry_run)
     assert hub.requests == []
 
 
@@ -271,9 +271,9 @@ def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
     (directory / ".env").write_text("HF_TOKEN=…")
     (directory.parent / "latest").symlink_to(directory)
     upload(directory.parent / "latest", NAME)
-    assert {**held(hub), ".env": b""} == {**contents(directory), ".env": b""}
-    assert ".env" not in held(hub)
-    # And so is a file in it.
+    assert {**read_stored(hub), ".env": b""} == {**read_directory(directory), ".env": b""}
+    assert ".env" not in read_stored(hub)
+    # A file in it stands for the directory, too.
     assert upload(directory / "model.safetensors", NAME).sent == ()
 
 
@@ -301,17 +301,17 @@ def test_one_file_goes_there_and_the_rest_stays(base: HubServer, gguf: Path) -> 
     assert base.requests == []
     done = upload(gguf, BASE, beside=True)
     assert done.sent == (GGUF,)
-    assert held(base, BASE) == {"README.md": b"its card", GGUF: (gguf / GGUF).read_bytes()}
+    assert read_stored(base, BASE) == {"README.md": b"its card", GGUF: (gguf / GGUF).read_bytes()}
     again = upload(gguf, BASE, beside=True)
     assert (again.sent, again.commit) == ((), done.commit)
 
 
 def test_another_of_that_name_stays_unless_it_is_said(base: HubServer, gguf: Path) -> None:
     base.add(BASE, GGUF, b"somebody's")
-    assert f"holds other files, {GGUF}." in refused(gguf, BASE, beside=True)
-    assert sent(base) == []
+    assert f"holds other files, {GGUF}." in expect_refusal(gguf, BASE, beside=True)
+    assert list_writes(base) == []
     upload(gguf, BASE, beside=True, force=True)
-    assert held(base, BASE) == {"README.md": b"its card", GGUF: (gguf / GGUF).read_bytes()}
+    assert read_stored(base, BASE) == {"README.md": b"its card", GGUF: (gguf / GGUF).read_bytes()}
 
 
 def test_nothing_is_new_of_what_is_sent_beside(gguf: Path) -> None:
@@ -320,15 +320,15 @@ def test_nothing_is_new_of_what_is_sent_beside(gguf: Path) -> None:
 
 
 def test_what_does_not_go_there(base: HubServer, gguf: Path, directory: Path, tmp_path: Path) -> None:
-    assert "expected a repository that exists" in refused(gguf, "org/new", beside=True)
+    assert "expected a repository that exists" in expect_refusal(gguf, "org/new", beside=True)
     assert [*base.repos] == [BASE]
     base.requests.clear()
-    assert "expected a GGUF" in refused(directory, BASE, beside=True)
+    assert "expected a GGUF" in expect_refusal(directory, BASE, beside=True)
     with pytest.raises(HubError, match="without words on a card"):
         upload(gguf, BASE, beside=True, card=CardWords(base_model="me/base"))
     spoiled = Path(shutil.copytree(gguf, tmp_path / "spoiled"))
     (spoiled / GGUF).write_bytes(b"GGUF")
-    assert GGUF in refused(spoiled, BASE, MtpExtractError, beside=True)
+    assert GGUF in expect_refusal(spoiled, BASE, MtpExtractError, beside=True)
     assert base.requests == []
 
 
@@ -341,20 +341,20 @@ def test_a_dry_run_then_the_upload(
     for name, value in {"ENDPOINT": hub.url(), "HOME": str(tmp_path / "home"), "HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(f"HF_{name}", value)
 
-    def printed(*options: str) -> str:
+    def run_upload(*options: str) -> str:
         done = run("upload", extracted, NAME, *options)
         assert done.returncode == 0, done.stderr
         assert TOKEN not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout
 
-    planned = printed("--dry-run")
+    planned = run_upload("--dry-run")
     assert NAME not in hub.repos
-    done = printed()
+    done = run_upload()
     before, after = (re.findall(r"^  (\S+) +.*…$", output, re.MULTILINE) for output in (planned, done))
     assert before == after
     assert {"README.md", "codes/codes.safetensors", "extraction.json", "model.safetensors"} < set(before)
     assert f"matches by hash (commit {hub.repos[NAME].commit})" in done
-    again = printed()
+    again = run_upload()
     assert "nothing was sent" in again
     assert again.splitlines()[-1] == f"{hub.url()}/{NAME}"
