@@ -150,8 +150,8 @@ class HeadFormat:
 def _list_eagle3_findings(document: Mapping[str, Any], config: Eagle3Config) -> Iterator[tuple[str, str]]:
     if not document.get(_IDS):
         reason = f"{_IDS} is not at the top level, and it takes"
-        yield VLLM, f"{reason} those of eagle_config for layers entered, not left; write each plus 1 there"
-        yield LLAMA_CPP, f"{reason} {_DEFAULT_IDS}; write them there"
+        yield VLLM, f"{reason} those of eagle_config, which are one too low for it; write each plus 1 there"
+        yield LLAMA_CPP, f"{reason} {_DEFAULT_IDS}; write the head's layers there"
     if not (document.get("eagle_config") or {}).get(_IDS):
         yield SGLANG, f"{_IDS} is missing in eagle_config; write each less 1 there"
     if config.norm_before_residual:
@@ -171,7 +171,7 @@ def _list_speculators_findings(document: Mapping[str, Any], config: Eagle3Config
         yield LLAMA_CPP, _FED_BACK
         yield MLX_VLM, _FED_BACK
     if 0 in config.base_layers:
-        yield MLX_VLM, "it reads what leaves layer 0 for what enters it"
+        yield MLX_VLM, "it reads the output of layer 0 in place of its input"
     if config.reduced:
         yield MLX_VLM, "it takes the best token of the head's vocabulary for the base's best: the text changes"
 
@@ -359,10 +359,9 @@ def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors)
     targets = differences + np.arange(len(differences))
     is_one_to_one = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
     if not is_one_to_one or (differences.any() and not config.reduced):
-        expected = f"differences, so that row i stands for token i + {_D2T}[i] of {config.vocab_size}, no two for one"
-        raise reading.build_mismatch_error(
-            path, [f"{_D2T}: expected {expected}, and zeros where there is a row of every token; found others"]
-        )
+        expected = f"differences that make all i + {_D2T}[i] distinct tokens below {config.vocab_size}"
+        problem = f"{_D2T}: expected {expected}, and zeros if there is a row of every token; found others"
+        raise reading.build_mismatch_error(path, [problem])
     marks = _mark_draft_tokens(config, differences)
     if config.reduced and _T2D in stored and (read_array(*stored[_T2D]) != marks).any():
         problem = f"{_T2D}: expected the tokens that {_D2T} names to be marked, found others"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -252,20 +251,17 @@ def _build_weight(path: Path, stored: StoredTensor, name: str) -> Weight:
     if kind is None:
         return Stored(path, stored, name)
 
+    def read_codes(first: int, last: int) -> Rows:
+        return kind.codes(read_rows(path, stored, first, last))
+
     def read_steps() -> Steps:
-        size = np.concatenate([kind.steps(read(*row_range)) for row_range in row_ranges(weight)])
+        size = np.concatenate([kind.steps(read_rows(path, stored, *row_range)) for row_range in row_ranges(weight)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
         return Steps.around_zero(BLOCK, size).by_row()
 
-    read, packing = partial(read_rows, path, stored), Packing(kind.bits, signed=True)
-    weight = Weight(
-        stored.shape,
-        lambda first, last: kind.codes(read(first, last)),
-        packing,
-        read_steps,
-        origin=(path, stored.offset),
-    )
+    packing = Packing(kind.bits, signed=True)
+    weight = Weight(stored.shape, read_codes, packing, read_steps, origin=(path, stored.offset))
     return weight
 
 
@@ -304,11 +300,11 @@ def _build_shape_keys(config: DrafterConfig) -> dict[str, Any]:
     """Build the keys that determine ``config``; UnsupportedError if llama.cpp would compute something else."""
     config.require_uniform()
     if SLIDING in config.layer_types and config.sliding.rope.kind != "default":
-        why = "The sliding layers turn a part of a head, or slower, where llama.cpp turns all by plain frequencies."
-        raise UnsupportedError(f"{why} Choose the transformers format.", remedies=("format=transformers",))
+        reason = "The sliding layers have a partial or scaled RoPE, which llama.cpp supports in full layers only."
+        raise UnsupportedError(f"{reason} Choose the transformers format.", remedies=("format=transformers",))
     if config.attention_scale != 1.0:
-        why = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
-        raise UnsupportedError(f"{why} Choose the litert format.", remedies=("format=litert",))
+        reason = f"The attention's scale is {config.attention_scale:g}; llama.cpp's is 1 whatever the file says."
+        raise UnsupportedError(f"{reason} Choose the litert format.", remedies=("format=litert",))
     keys = _build_llama_keys(config)
     return {
         **{f"{ARCH}.{key}": value for key, value in keys.items()},

@@ -152,33 +152,25 @@ def check_tensors(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or dtype.
     """
-    wrong_tensors = list(_list_wrong_tensors(expected, tensors, more))
-    wrong_types = list(_list_wrong_types({**more, **expected}, tensors))
-    if wrong_tensors:
-        raise build_mismatch_error(path, [*wrong_tensors, *wrong_types])
+    problems, wrong_types = list[str](), list[str]()
+    for name, (shape, dtypes) in {**more, **expected}.items():
+        if name not in tensors:
+            if name in expected:
+                problems.append(f"{escape(name)}: expected a tensor, found none")
+            continue
+        stored = tensors[name][1]
+        if stored.shape != shape:
+            problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(stored.shape)}")
+        elif stored.dtype not in dtypes:
+            wrong_types.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(stored.dtype)}")
+    for name in tensors.keys() - expected.keys() - more.keys():
+        problems.append(f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}")
+    if problems:
+        raise build_mismatch_error(path, [*problems, *wrong_types])
     if wrong_types:
         rest = f" (and {several(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
         advice = "which is not read. Ask for the drafter in such a type"
         raise CheckpointError(f"{escape(path)}: {wrong_types[0]}{rest}, {advice}.")
-
-
-def _list_wrong_tensors(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> Iterator[str]:
-    """Describe tensors that are missing, of another shape, or unexpected, a clause each."""
-    for name, (shape, _) in {**more, **expected}.items():
-        if name not in tensors:
-            if name in expected:
-                yield f"{escape(name)}: expected a tensor, found none"
-        elif tensors[name][1].shape != shape:
-            yield f"{escape(name)}: expected shape {list(shape)}, found {list(tensors[name][1].shape)}"
-    for name in tensors.keys() - expected.keys() - more.keys():
-        yield f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}"
-
-
-def _list_wrong_types(expected: ExpectedTensors, tensors: Tensors) -> Iterator[str]:
-    """Describe tensors of the right shape and another dtype, a clause each."""
-    for name, (shape, dtypes) in expected.items():
-        if name in tensors and tensors[name][1].shape == shape and tensors[name][1].dtype not in dtypes:
-            yield f"{escape(name)}: expected {either(dtypes)}, found {escape(tensors[name][1].dtype)}"
 
 
 def build_mismatch_error(path: Path, problems: Iterable[str]) -> CheckpointError:

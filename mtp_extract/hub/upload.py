@@ -8,7 +8,7 @@ with the one that the Hub reports.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -189,24 +189,20 @@ def _send(
         if beside:
             entries = {path: entry for path, entry in entries.items() if path in planned.sent}
         sent = tuple(add.path_in_repo for add in adds if not _holds(entries, add))
-        if not force:
-            _require_no_other_files(repo_id, entries, set(planned.sent) - set(sent))
+        # The Hub itself adds a .gitattributes to a new repository.
+        unchanged = set(planned.sent) - set(sent) | {".gitattributes"}
+        if not force and (other_paths := sorted(entries.keys() - unchanged)):
+            raise HubError(
+                f"{repo_id}: the repository holds other files, {few(other_paths)}. Nothing was sent. "
+                "Choose another name, or write into it all the same: its history keeps what is replaced.",
+                remedies=("force",),
+            )
 
         if not exists:
             api.create_repo(repo_id, private=planned.private)
             changes.append(f"The repository was created on the way ({'private' if planned.private else 'public'}).")
         commit = _commit(api, repo_id, adds)
     return replace(planned, commit=commit, dry_run=False, created=not exists, sent=sent)
-
-
-def _require_no_other_files(repo_id: str, entries: Collection[str], unchanged: Collection[str]) -> None:
-    # The Hub itself adds a .gitattributes to a new repository.
-    if other_paths := sorted(set(entries) - set(unchanged) - {".gitattributes"}):
-        raise HubError(
-            f"{repo_id}: the repository holds other files, {few(other_paths)}. Nothing was sent. "
-            "Choose another name, or write into it all the same: its history keeps what is replaced.",
-            remedies=("force",),
-        )
 
 
 def _commit(api: HfApi, repo_id: str, adds: list[CommitOperationAdd]) -> str:

@@ -153,7 +153,7 @@ def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> Non
         (build_shape(attention_scale=0.5), "llama.cpp's is 1"),
         (
             build_shape(layers=(replace(build_shape().layers[0], rope=RopeConfig(1e4, 0.5)), build_shape().layers[1])),
-            "turns all",
+            "in full layers only",
         ),
         (build_shape(layers=(*build_shape().layers, replace(build_shape().layers[1], head_dim=32))), "to be alike"),
     ],
