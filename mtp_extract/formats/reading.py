@@ -152,7 +152,22 @@ def check_tensors(
     Raises:
         CheckpointError: names every tensor that is missing, unexpected, or of another shape or dtype.
     """
-    problems, wrong_types = list[str](), list[str]()
+    problems, wrong_types = _list_problems(expected, tensors, more)
+    if problems:
+        raise build_mismatch_error(path, [*problems, *wrong_types])
+    if wrong_types:
+        rest = f" (and {several(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
+        advice = "which is not read. Ask for the drafter in such a type"
+        raise CheckpointError(f"{escape(path)}: {wrong_types[0]}{rest}, {advice}.")
+
+
+def _list_problems(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTensors) -> tuple[list[str], list[str]]:
+    """Describe, a clause each, tensors that are missing, unexpected or of another shape; and those of another dtype."""
+    problems = [
+        f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}"
+        for name in tensors.keys() - expected.keys() - more.keys()
+    ]
+    wrong_types = list[str]()
     for name, (shape, dtypes) in {**more, **expected}.items():
         if name not in tensors:
             if name in expected:
@@ -163,14 +178,7 @@ def check_tensors(
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(stored.shape)}")
         elif stored.dtype not in dtypes:
             wrong_types.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(stored.dtype)}")
-    for name in tensors.keys() - expected.keys() - more.keys():
-        problems.append(f"{escape(name)}: expected no such tensor, found {list(tensors[name][1].shape)}")
-    if problems:
-        raise build_mismatch_error(path, [*problems, *wrong_types])
-    if wrong_types:
-        rest = f" (and {several(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
-        advice = "which is not read. Ask for the drafter in such a type"
-        raise CheckpointError(f"{escape(path)}: {wrong_types[0]}{rest}, {advice}.")
+    return problems, wrong_types
 
 
 def build_mismatch_error(path: Path, problems: Iterable[str]) -> CheckpointError:

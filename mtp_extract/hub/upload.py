@@ -88,8 +88,8 @@ def plan_upload(
     is_changed = changed_card(drafter.directory, drafter.record)
     if is_changed and words != UNSAID:
         raise HubError(
-            f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to put words on it, found "
-            "one that was changed. Write them into it, or delete it: it is then made anew."
+            f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to add words to it, found "
+            "one that was changed. Write the words into it, or delete it, and it is written anew."
         )
     if is_changed:
         notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
