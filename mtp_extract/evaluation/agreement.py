@@ -24,17 +24,19 @@ from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
 from mtp_extract.evaluation.base_texts import Continuations, groups
-from mtp_extract.evaluation.intervals import Interval, delta_bounds, over_texts, ratio_bounds, share_bounds
+from mtp_extract.evaluation.intervals import Interval, bound_difference, over_texts, ratio_bounds, share_bounds
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, PerAnchor, read_texts, teacher_forced
 
-Asked = tuple[Drafter, int, bool]  # how many drafts after every token; whether they follow it: see teacher_forced
+DraftRequest = tuple[
+    Drafter, int, bool
+]  # how many drafts after every token; whether they follow it: see teacher_forced
 
 
 def measure_agreements(
-    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, reporter: Reporter = SILENT
+    base: Base, asked: Sequence[DraftRequest], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> list[Agreement]:
     """What each of ``asked`` drafts along all texts, which the base reads once; PairError if all are too short."""
     usable = torch.tensor(written.usable or range(len(written.texts)))
@@ -68,20 +70,20 @@ class Workload(Record):
     steps: list[Step]  #: by draft step
 
 
-def figures(part: Agreement) -> Workload:
+def summarize_agreement(part: Agreement) -> Workload:
     """What it comes to."""
-    rounds = acceptance_of(part)
+    rounds = compute_acceptance(part)
     stand = rounds.stands.sum(dim=1)
     interval = over_texts(share_bounds, stand / part.steps, torch.ones_like(stand), text=rounds.text)
     return Workload(
         texts=len(set(part.text.tolist())),
         n=len(part.anchor),
         teacher_forced=figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0)),
-        steps=[_figures_of_step(part, step) for step in range(part.steps)],
+        steps=[_summarize_step(part, step) for step in range(part.steps)],
     )
 
 
-def _figures_of_step(part: Agreement, step: int) -> Step:
+def _summarize_step(part: Agreement, step: int) -> Step:
     hit = part.drafts == part.targets
     aimed = part.targets[:, step] >= 0
     reached = aimed & hit[:, :step].all(dim=1)
@@ -109,7 +111,7 @@ class Acceptance(PerAnchor):
         text; by default ``stands``, which it is in greedy serving.
         """
         along = stands if along is None else along
-        return cls(text, anchor, stands, _begins(text, along), 1 + along.sum(dim=1))
+        return cls(text, anchor, stands, _compute_start_probability(text, along), 1 + along.sum(dim=1))
 
     @property
     def teacher_forced(self) -> float:
@@ -163,14 +165,14 @@ def compare_acceptance(before: Acceptance, after: Acceptance) -> Change:
     return Change(float(difference.mean()), interval and interval.scaled(steps), before.texts)
 
 
-def acceptance_of(agreement: Agreement) -> Acceptance:
+def compute_acceptance(agreement: Agreement) -> Acceptance:
     """Greedy serving: the drafts that the base's own text confirms."""
     complete = agreement.where((agreement.targets >= 0).all(dim=1))
     stands = (complete.drafts == complete.targets).double().cumprod(dim=1)
     return Acceptance.over(complete.text, complete.anchor, stands)
 
 
-def _begins(text: Tensor, along: Tensor) -> Tensor:
+def _compute_start_probability(text: Tensor, along: Tensor) -> Tensor:
     """F64 [N], the probability that a round begins at each anchor; the first of each text begins one.
 
     A round that begins at n and in which k drafts stand is followed by one at n + k + 1. So
@@ -205,13 +207,13 @@ def estimate_share(text: Tensor, values: Tensor) -> Figure:
 def estimate_difference(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
     """Of the mean of ``values`` [N] in -1 to 1, what one gains over another there, over texts; None with too few."""
     gained, lost = values.clamp(min=0), (-values).clamp(min=0)
-    return over_texts(delta_bounds, gained, lost, torch.ones_like(values), text=text, level=level)
+    return over_texts(bound_difference, gained, lost, torch.ones_like(values), text=text, level=level)
 
 
 def figure(value: float, n: int, interval: Interval | None) -> Figure:
-    return Figure(known(value), n, list(interval) if interval else None)
+    return Figure(nan_to_none(value), n, list(interval) if interval else None)
 
 
-def known(value: float) -> float | None:
+def nan_to_none(value: float) -> float | None:
     """None for NaN."""
     return None if math.isnan(value) else value

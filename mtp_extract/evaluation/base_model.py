@@ -49,13 +49,13 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         MtpExtractError: too little memory, or a device that is not there.
     """
     require("torch", "transformers", "accelerate")
-    chosen = _device_of(device)
+    chosen = _choose_device(device)
     room = int(free_memory(chosen) / _HEADROOM)
     directory = Path(checkpoint_here(name, largest=room))
-    _require_room(directory, room, chosen)
+    _require_memory(directory, room, chosen)
     try:
         with memory_guard("loading the base"):
-            model, tokenizer, notes = _read(directory, chosen)
+            model, tokenizer, notes = _load_model_and_tokenizer(directory, chosen)
     except MtpExtractError:
         raise
     except Exception as error:  # what a damaged part raises in transformers has no class of its own
@@ -69,7 +69,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     return LoadedBase(name, model, tokenizer, embedding.device, tuple(devices), str(embedding.dtype)[6:], notes)
 
 
-def _require_room(directory: Path, room: int, device: torch.device | None) -> None:
+def _require_memory(directory: Path, room: int, device: torch.device | None) -> None:
     """Raise MtpExtractError where the weights in ``directory`` are more than ``room``, before the machine swaps."""
     size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:
@@ -80,7 +80,7 @@ def _require_room(directory: Path, room: int, device: torch.device | None) -> No
         )
 
 
-def _read(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
+def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
     """The model in ``directory``, its tokenizer, and what was decided on the way; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -116,7 +116,7 @@ def _require_few_layers(directory: Path) -> None:
         raise ValueError(f"{layers} layers")
 
 
-def _device_of(device: str) -> torch.device | None:
+def _choose_device(device: str) -> torch.device | None:
     """The torch device of this name, or None for all GPUs; MtpExtractError where the machine does not have it."""
     gpus = torch.cuda.device_count()
     if (gpus > 1 and device == "auto") or (gpus and device == "balanced"):

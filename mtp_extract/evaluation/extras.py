@@ -13,14 +13,14 @@ TRANSFORMERS_RELEASES = ">=5.16.1,!=5.23.0"  # releases that construct an assist
 def require(*modules: str) -> None:
     """Import ``modules``: MtpExtractError, before any work is done, where one cannot be."""
     for module in modules:
-        if why := why_unusable(module):
+        if why := explain_import_failure(module):
             raise MtpExtractError(
                 f"expected the package {module}, but {why}. Validation and tuning need more packages than "
                 "extraction: pip install '.[validate]' in the clone of mtp-extract, with its constraints.txt"
             )
 
 
-def why_unusable(module: str, *names: str) -> str:
+def explain_import_failure(module: str, *names: str) -> str:
     """Why ``names`` cannot be imported from ``module``, as a clause; empty where they can."""
     try:
         imported = import_module(module)

@@ -23,7 +23,7 @@ from mtp_extract.errors import several
 
 LEAST_TEXTS = 5  # with fewer, no interval over texts holds the truth as often as it says
 _TAIL = 48  # tokens: texts that end in as many alike say the same, wherever they came from
-_FREE = 5  # degrees of freedom without any event
+_BASE_FREEDOM = 5  # degrees of freedom without any event
 _ROUNDING = 1e-9  # of a text's draws: what sums of fractions may leave of nothing
 
 FloatArray = NDArray[np.float64]
@@ -59,7 +59,7 @@ def over_texts(
     """The interval, over texts, of a share, a difference or a ratio, which holds the truth ``level`` of the time.
 
     Args:
-        bounds: :func:`share_bounds`, :func:`delta_bounds` or :func:`ratio_bounds`.
+        bounds: :func:`share_bounds`, :func:`bound_difference` or :func:`ratio_bounds`.
         columns: what ``bounds`` takes, a number of each text; a text without any of the last, its draws, is left out.
         text: where columns have a number of each position instead, the text that it belongs to.
 
@@ -92,10 +92,10 @@ def share_bounds(
 
     Of each text, [..., texts], the hits, whole or not, and draws; events, [...], by default of these hits.
     """
-    events = _events(hits, sizes) if events is None else events
+    events = _count_events(hits, sizes) if events is None else events
     share = hits.sum(-1) / sizes.sum(-1)
-    draws = _independent_draws(hits, sizes, events)
-    t = _quantiles(level, sizes.shape[-1], events)
+    draws = _count_independent_draws(hits, sizes, events)
+    t = _choose_quantiles(level, sizes.shape[-1], events)
 
     # Wilson (1927, *Journal of the American Statistical Association* 22), with Student's quantile t in place of the
     # normal one: (p + t² / 2N ± t · √(p (1 - p) / N + t² / 4N²)) / (1 + t² / N).
@@ -108,7 +108,7 @@ def share_bounds(
     return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
 
 
-def _independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatArray) -> FloatArray:
+def _count_independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatArray) -> FloatArray:
     """How many independent draws say as much of the share as all draws do: N over Kish's design effect."""
     texts = sizes.shape[-1]
     total = sizes.sum(-1)
@@ -132,7 +132,7 @@ def _independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatArray) 
     return draws
 
 
-def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
+def bound_difference(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
     """Of the difference of two shares of the same draws, Σ (gained - lost) / Σ sizes: only one of them hits these.
 
     The intervals of both, put together as by Zou and Donner (2008, *Statistics in Medicine* 27). That both go up in the
@@ -142,10 +142,10 @@ def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, lev
     up = gained.sum(-1) / total
     down = lost.sum(-1) / total
     # All that differ tell whether texts differ as a whole.
-    events = _events(gained + lost, sizes)
+    events = _count_events(gained + lost, sizes)
     up_low, up_high = share_bounds(gained, sizes, events, level=level)
     down_low, down_high = share_bounds(lost, sizes, events, level=level)
-    correlation = np.minimum(0.0, _correlation(gained - up[..., None] * sizes, lost - down[..., None] * sizes))
+    correlation = np.minimum(0.0, _correlate(gained - up[..., None] * sizes, lost - down[..., None] * sizes))
 
     # Half widths a and b of two intervals with the correlation ρ make one of √(a² + b² - 2 ρ a b).
     def combine(a: FloatArray, b: FloatArray) -> FloatArray:
@@ -155,7 +155,7 @@ def delta_bounds(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, lev
     return up - down - combine(up - up_low, down_high - down), up - down + combine(up_high - up, down - down_low)
 
 
-def _correlation(first: FloatArray, second: FloatArray) -> FloatArray:
+def _correlate(first: FloatArray, second: FloatArray) -> FloatArray:
     """How far two residuals, [..., texts], go together over texts."""
     scale = np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
     correlation: FloatArray = (first * second).sum(-1) / np.where(scale > 0, scale, 1.0)
@@ -174,7 +174,7 @@ def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) ->
     return ratio * np.exp(-half), ratio * np.exp(half)
 
 
-def _events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
+def _count_events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
     """Events of the outcome that has fewer, hits or misses."""
     counts = np.stack((hits, sizes - hits)).astype(np.float64)
     counts[counts <= _ROUNDING * sizes] = 0.0
@@ -183,9 +183,9 @@ def _events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
     return events
 
 
-def _quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
+def _choose_quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
     """Student's, of as many degrees of freedom as there are events and a few more, but fewer than texts."""
-    freedom = np.minimum(texts - 1, _FREE + np.floor(events))
+    freedom = np.minimum(texts - 1, _BASE_FREEDOM + np.floor(events))
     of_each = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])
     quantiles: FloatArray = of_each(freedom)
     return quantiles

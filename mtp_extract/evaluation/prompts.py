@@ -15,7 +15,7 @@ import msgspec
 
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.io.files import read_regular
-from mtp_extract.speculate.codec import text_of
+from mtp_extract.speculate.codec import extract_text
 
 _Item = TypeVar("_Item")
 
@@ -59,7 +59,7 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     return tuple(chosen)
 
 
-def hash_of_prompts(path: Path | None) -> str:
+def hash_prompts(path: Path | None) -> str:
     """The SHA-256 of a file of prompts, as ``sha256sum`` prints it; without a path of those that are shipped.
 
     Raises OSError, ValueError: it cannot be read, or is too large.
@@ -83,17 +83,17 @@ class _Row(msgspec.Struct):
     source: str | int | None = None
 
 
-def _read_rows(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Iterator[Prompt]:
+def _parse_lines(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Iterator[Prompt]:
     """The prompts of a ``.jsonl`` file; ValueError, which names the line, where one has none."""
     for number, line in enumerate(stored.splitlines(), 1):
         if line.strip():
             try:
-                yield _prompt_of(line, workload, chat_template=chat_template, text_alone=text_alone)
+                yield _parse_prompt(line, workload, chat_template=chat_template, text_alone=text_alone)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: {error}") from error
 
 
-def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
+def _parse_prompt(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
     """The prompt in this line of a ``.jsonl`` file, by default of ``workload``; ValueError where there is none."""
     row = msgspec.json.decode(line, type=_Row)
     _require_shallow(row.messages)
@@ -102,9 +102,9 @@ def _prompt_of(line: bytes, workload: str, *, chat_template: bool, text_alone: b
     if row.messages:
         if not chat_template:
             raise ValueError("messages where no chat template is applied")
-        messages = [_message_of(message, text_alone=text_alone) for message in row.messages]
+        messages = [_parse_message(message, text_alone=text_alone) for message in row.messages]
         if answer is None and messages[-1]["role"] == "assistant":
-            answer = text_of(messages.pop()["content"])
+            answer = extract_text(messages.pop()["content"])
         content = tuple(messages) if any(message["content"] for message in messages) else ""
     if not (content.strip() if isinstance(content, str) else content):
         raise ValueError("no prompt, no messages and no turns in which something is asked")
@@ -121,12 +121,12 @@ def _require_shallow(messages: object) -> None:
         raise ValueError(f"messages nested more than {_DEEPEST} deep")
 
 
-def _message_of(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:
+def _parse_message(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:
     """``message`` with its text in one part; ValueError where it is none, or has other parts that cannot be read."""
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise ValueError("messages without a role or content")
     try:
-        return {**message, "content": text_of(message["content"])}
+        return {**message, "content": extract_text(message["content"])}
     except ValueError as error:
         if text_alone or not isinstance(message["content"], list):
             raise ValueError(f"{error}, and only text can be read") from None
@@ -157,7 +157,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
             lines = re.split(r"\r\n|\r|\n", stored.decode())
             prompts = [Prompt(path.stem, text) for text in lines if text.strip()]
         else:
-            prompts = list(_read_rows(stored, path.stem, chat_template=chat_template, text_alone=text_alone))
+            prompts = list(_parse_lines(stored, path.stem, chat_template=chat_template, text_alone=text_alone))
     except OSError as error:
         raise MtpExtractError(
             f"{escape(path)}: expected prompts in a file that can be read, found: {error.strerror}. Check the path.",

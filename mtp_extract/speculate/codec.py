@@ -14,7 +14,7 @@ PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, in OpenAI's two APIs
 
 
-def text_of(content: Any) -> str:
+def extract_text(content: Any) -> str:
     """The text of a message's ``content``: a string, or a list of parts; of null, as beside a tool's call, it is empty.
 
     Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string. ValueError for
@@ -63,9 +63,9 @@ class Codec:
             bos = getattr(self.tokenizer, "bos_token_id", None)
             tokens = tokens if bos is None or tokens[:1] == (bos,) else (bos, *tokens)
         elif any(isinstance(part, Mapping) for part in prompt):
-            tokens = self.continued(self._written(prompt))
+            tokens = self.continued(self._apply_template(prompt))
         else:
-            tokens = self._checked(prompt)
+            tokens = self._check_ids(prompt)
         if not tokens:
             raise PairError("expected a prompt of at least one token, found an empty one; begin with the BOS token")
         return tokens
@@ -74,26 +74,26 @@ class Codec:
         """Token ids of text that goes on after other text: no BOS token is added; PairError as of :meth:`encode`."""
         if self.tokenizer is None:
             raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
-        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._check_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Text of generated tokens, special ones left out; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _written(self, messages: Sequence[Any]) -> str:
+    def _apply_template(self, messages: Sequence[Any]) -> str:
         if not self.has_template:
             raise PairError(
                 "expected a tokenizer with a chat template for messages, found none. Give the instruction-tuned "
                 "base's tokenizer, or plain text."
             )
         try:
-            chat = [{**message, "content": text_of(message.get("content"))} for message in messages]
+            chat = [{**message, "content": extract_text(message.get("content"))} for message in messages]
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and raises what it likes
             reason = escape(str(error).split("\n")[0])
             raise PairError(f"expected messages that the base's chat template takes, found: {reason}") from error
 
-    def _checked(self, ids: Sequence[Any]) -> tuple[int, ...]:
+    def _check_ids(self, ids: Sequence[Any]) -> tuple[int, ...]:
         tokens = tuple(map(index, ids))
         if odd := [token for token in tokens if not 0 <= token < self._vocab_size]:
             raise PairError(

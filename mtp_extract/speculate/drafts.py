@@ -16,10 +16,10 @@ from itertools import takewhile
 from mtp_extract.errors import MtpExtractError, PlanError, escape
 
 _MOST_DRAFTS = 1024
-_FIRST = 4  # the first K that is adapted
-_PRIOR = 4.0  # rounds that every step is taken to have seen
-_START = 0.7  # the acceptance of every step at first
-_MEMORY = 0.95  # weight that a past round keeps with each new one
+_FIRST_LENGTH = 4  # the first K that is adapted
+_PRIOR_ROUNDS = 4.0  # rounds that every step is taken to have seen
+_PRIOR_RATE = 0.7  # the acceptance of every step at first
+_DECAY = 0.95  # weight that a past round keeps with each new one
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DraftTree:
                 remedies=("trees",),
             )
 
-    def to_depth(self, depth: int) -> DraftTree:
+    def crop_to_depth(self, depth: int) -> DraftTree:
         """The part that lies at most ``depth`` steps from the root."""
         return self if depth >= self.depth else DraftTree(self.widths[:depth])
 
@@ -99,7 +99,7 @@ class DraftTree:
         in_tree = (0 <= rank < width for rank, width in zip(ranks, self.widths, strict=False))
         return sum(1 for _ in takewhile(bool, in_tree))
 
-    def followed(self, tokens: Sequence[int], choices: Sequence[int]) -> list[int]:
+    def find_accepted_path(self, tokens: Sequence[int], choices: Sequence[int]) -> list[int]:
         """The accepted path of nodes, the root first, by each node's token and the base's choice after it."""
         path = [0]
         for node, parent in enumerate(self.parents):
@@ -123,14 +123,14 @@ Drafts = int | AdaptiveDrafts | DraftTree
 """What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
 
 
-def deepest_tree(drafts: Drafts) -> DraftTree:
+def build_deepest_tree(drafts: Drafts) -> DraftTree:
     """The shape of a round where nothing is cut short."""
     if isinstance(drafts, DraftTree):
         return drafts
     return DraftTree((1,) * (drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts))
 
 
-def expected_tokens(conditional: Sequence[float]) -> float:
+def compute_expected_tokens(conditional: Sequence[float]) -> float:
     """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.
 
     >>> expected_tokens([0.5, 0.5])
@@ -143,7 +143,7 @@ def expected_tokens(conditional: Sequence[float]) -> float:
     return total
 
 
-def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
+def choose_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
     """The K from 0 to ``len(conditional)`` with the most tokens a unit of time; the smallest such K in a tie.
 
     A round takes ``1 + K · draft_cost``: ``draft_cost`` is the time of a draft step over that of a forward of the base.
@@ -152,20 +152,20 @@ def best_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int
     >>> best_draft_length([0.8] * 8, draft_cost=0.1), best_draft_length([0.1] * 8, draft_cost=0.2)
     (6, 0)
     """
-    gains = [expected_tokens(conditional[:k]) / (1 + k * draft_cost) for k in range(len(conditional) + 1)]
+    gains = [compute_expected_tokens(conditional[:k]) / (1 + k * draft_cost) for k in range(len(conditional) + 1)]
     return gains.index(max(gains))
 
 
 class RunningLength:
-    """The K of the next round, ``value``: :func:`best_draft_length` of the running ``conditional`` acceptance.
+    """The K of the next round, ``value``: :func:`choose_draft_length` of the running ``conditional`` acceptance.
 
     The rate of a step that has seen few drafts is drawn towards that of all steps.
     """
 
     def __init__(self, policy: AdaptiveDrafts) -> None:
-        self.value = min(_FIRST, policy.most)
+        self.value = min(_FIRST_LENGTH, policy.most)
         self.policy = policy
-        self.conditional = [_START] * policy.most
+        self.conditional = [_PRIOR_RATE] * policy.most
         self._tried = [0.0] * policy.most  # by step: rounds that judged its draft, older ones counting less
         self._accepted = [0.0] * policy.most  # and those that accepted it
         self._step_ms = 0.0
@@ -176,18 +176,20 @@ class RunningLength:
         # A draft after a rejected one is not judged.
         judged = min(drafted, accepted + 1)
         for step in range(self.policy.most):
-            self._tried[step] = _MEMORY * self._tried[step] + (step < judged)
-            self._accepted[step] = _MEMORY * self._accepted[step] + (step < accepted)
-        self._step_ms = _MEMORY * self._step_ms + (draft_ms / drafted if drafted else 0.0)
-        self._verify_ms = _MEMORY * self._verify_ms + verify_ms
+            self._tried[step] = _DECAY * self._tried[step] + (step < judged)
+            self._accepted[step] = _DECAY * self._accepted[step] + (step < accepted)
+        self._step_ms = _DECAY * self._step_ms + (draft_ms / drafted if drafted else 0.0)
+        self._verify_ms = _DECAY * self._verify_ms + verify_ms
 
         # Each step's rate, as if it had also seen _PRIOR rounds with the rate of all steps.
-        pooled = (sum(self._accepted) + _PRIOR * _START) / (sum(self._tried) + _PRIOR)
+        pooled = (sum(self._accepted) + _PRIOR_ROUNDS * _PRIOR_RATE) / (sum(self._tried) + _PRIOR_ROUNDS)
         for step in range(self.policy.most):
-            self.conditional[step] = (self._accepted[step] + _PRIOR * pooled) / (self._tried[step] + _PRIOR)
-        self.value = max(1, best_draft_length(self.conditional, draft_cost=self._cost_ratio()))
+            self.conditional[step] = (self._accepted[step] + _PRIOR_ROUNDS * pooled) / (
+                self._tried[step] + _PRIOR_ROUNDS
+            )
+        self.value = max(1, choose_draft_length(self.conditional, draft_cost=self._measure_cost_ratio()))
 
-    def _cost_ratio(self) -> float:
+    def _measure_cost_ratio(self) -> float:
         if self.policy.cost_ratio is not None:
             return self.policy.cost_ratio
         return self._step_ms / self._verify_ms if self._verify_ms else 0.0

@@ -28,7 +28,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from mtp_extract.drafter.protocol import BaseOutput, Drafter, RoundStart
 from mtp_extract.errors import DrafterError
 from mtp_extract.speculate.codec import Codec, PromptInput
-from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, deepest_tree
+from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, build_deepest_tree
 from mtp_extract.speculate.target import Base, check_pair
 
 _NOT_DRAWN = -1  # in place of a token, where weights are no numbers
@@ -44,7 +44,7 @@ class Round:
     draft_ms: float  # wall time of all draft steps
     verify_ms: float  # wall time of the base's forward and the judgement
 
-    def until_stop(self, stop_tokens: Sequence[int]) -> Round:
+    def cut_at_stop(self, stop_tokens: Sequence[int]) -> Round:
         """The round up to its first stop token, which is included."""
         for place, token in enumerate(self.tokens):
             if token in stop_tokens:
@@ -127,23 +127,23 @@ class SpeculativeGenerator:
         prompt_tokens = self.codec.encode(prompt, chat_template=chat_template)
         stop_tokens = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids
         adaptive = RunningLength(drafts) if isinstance(drafts, AdaptiveDrafts) else None
-        deepest = deepest_tree(drafts)
+        deepest = build_deepest_tree(drafts)
 
         # The prompt's own forward gives the first token.
-        started = _clock(self.base.device)
+        started = _read_clock(self.base.device)
         text = _GrowingText(self.base, self.drafter, Sampling(temperature, top_k, top_p), seed)
         tokens = [text.read_prompt(prompt_tokens)]
-        prefill_ms = 1e3 * (_clock(self.base.device) - started)
+        prefill_ms = 1e3 * (_read_clock(self.base.device) - started)
 
         rounds: list[Round] = []
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_tokens:
             # Of the tokens that may still come, one is the base's own.
             most = max_new_tokens - len(tokens) - 1
-            tree = deepest.to_depth(min(most, adaptive.value if adaptive else deepest.depth))
+            tree = deepest.crop_to_depth(min(most, adaptive.value if adaptive else deepest.depth))
             latest = text.draft_and_verify(tokens[-1], tree)
             if adaptive:
                 adaptive.observe(latest.drafted, latest.accepted, latest.draft_ms, latest.verify_ms)
-            rounds.append(latest.until_stop(stop_tokens))
+            rounds.append(latest.cut_at_stop(stop_tokens))
             tokens += rounds[-1].tokens
         return Generation(prompt_tokens, tuple(tokens), self.codec.decode(tokens), tuple(rounds), prefill_ms)
 
@@ -165,19 +165,19 @@ class _GrowingText:
         tokens = torch.tensor([prompt_tokens], device=self.base.device)
         fed = self.base.feed(tokens, self.drafter.needs.layers, self.cache)
         self.fed = self.base.keep(self.cache, fed, range(len(prompt_tokens)))
-        (first,) = _to_host(self.sampling.choose(self.base.logits(self.fed.hidden[0, -1:]), self.random))
+        (first,) = _read_tokens(self.sampling.choose(self.base.logits(self.fed.hidden[0, -1:]), self.random))
         return first
 
     def draft_and_verify(self, pending: int, tree: DraftTree) -> Round:
         """A round after the token ``pending``: what stands of the drafts of ``tree``, and the base's own token."""
-        started = _clock(self.base.device)
+        started = _read_clock(self.base.device)
         nodes, distributions = self._draft(pending, tree)
-        drafted = _clock(self.base.device)
+        drafted = _read_clock(self.base.device)
         # One forward of the base judges all drafts.
         self.fed = self.base.feed(nodes[None], self.drafter.needs.layers, self.cache, tree=tree)
         path, tokens = self._judge(nodes, distributions, tree)
         self.fed = self.base.keep(self.cache, self.fed, path)
-        verified = _clock(self.base.device)
+        verified = _read_clock(self.base.device)
         return Round(tuple(tokens), tree.depth, len(path) - 1, 1e3 * (drafted - started), 1e3 * (verified - drafted))
 
     def _draft(self, pending: int, tree: DraftTree) -> tuple[Tensor, list[Tensor]]:
@@ -212,17 +212,17 @@ class _GrowingText:
         if distributions:
             p = self.sampling.probabilities(logits)
             accepted, following = accept_drafts(p, nodes[1:], distributions, self.random)
-            count, *drafts, last = _to_host(torch.cat((accepted[None], nodes[1:], following[None])))
+            count, *drafts, last = _read_tokens(torch.cat((accepted[None], nodes[1:], following[None])))
             return range(count + 1), [*drafts[:count], last]
 
         # Greedy, and a tree: a draft stands while it is the token that the base chooses there.
-        both = _to_host(torch.cat((nodes, self.sampling.choose(logits, self.random))))
+        both = _read_tokens(torch.cat((nodes, self.sampling.choose(logits, self.random))))
         choices = both[len(nodes) :]
-        path = tree.followed(both, choices)
+        path = tree.find_accepted_path(both, choices)
         return path, [choices[node] for node in path]
 
 
-def _to_host(tokens: Tensor) -> list[int]:
+def _read_tokens(tokens: Tensor) -> list[int]:
     """int64 [n] as numbers; DrafterError where a token could not be drawn."""
     numbers: list[int] = tokens.tolist()
     if _NOT_DRAWN in numbers:
@@ -233,7 +233,7 @@ def _to_host(tokens: Tensor) -> list[int]:
     return numbers
 
 
-def _clock(device: torch.device) -> float:
+def _read_clock(device: torch.device) -> float:
     """Seconds, once ``device`` has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -54,7 +54,7 @@ class Base:
         self.vocab_size = int(config.vocab_size)
         self.width = int(config.hidden_size)
         self.num_layers = len(layer_types)
-        self.windows = _windows(config)
+        self.windows = _read_windows(config)
         layers_with_kv = self.num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
         self.kv_providers: dict[str, int] = {kind: index for index, kind in enumerate(layer_types[:layers_with_kv])}
         # transformers 5.24 renamed the argument, and returns no K and V to callers that use the old name.
@@ -116,9 +116,9 @@ class Base:
         if cache is not None and tree is not None and tree.width > 1:
             sees = torch.tensor(tree.sees, device=tokens.device)
             positions = before + sees.sum(-1)[None] - 1
-            masks = self._tree_masks(cache, positions, sees)
+            masks = self._build_tree_masks(cache, positions, sees)
 
-        with self._entering_states(layers) as states:
+        with self._collect_hidden_states(layers) as states:
             output = self.model.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -133,7 +133,7 @@ class Base:
         return BaseOutput(tokens, positions, output.last_hidden_state, states, dict(shared_kv))
 
     @contextmanager
-    def _entering_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    def _collect_hidden_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Collects the hidden states that enter ``layers`` while the model runs, by layer."""
         decoder = self.model.get_decoder()
         modules = [*decoder.layers, decoder.norm]
@@ -158,7 +158,7 @@ class Base:
         shared_kv = {kind: (layers[index].keys, layers[index].values) for kind, index in self.kv_providers.items()}
         return BaseOutput(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
 
-    def _tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
+    def _build_tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
         """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, of it what ``sees`` says."""
         nodes = len(sees)
         length = cache.get_seq_length()
@@ -189,7 +189,7 @@ def _crop(cache: DynamicCache, path: Sequence[int], count: int) -> None:
         layer.crop(len(path) - count)
 
 
-def _windows(config: Any) -> dict[str, int | None]:
+def _read_windows(config: Any) -> dict[str, int | None]:
     """Layer type → the sliding window, of the types that ``config`` has; PairError where it has another type."""
     known_types = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     unknown = sorted(set(config.layer_types) - set(known_types))

@@ -94,7 +94,7 @@ class Agreement(PerAnchor):
 def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[BaseRequirements]) -> BaseOutput:
     """What the base knows of ``texts``, for drafters of these ``needs``: one pass for all of them, K and V in F32."""
     layers = tuple(sorted({layer for need in needs for layer in need.layers}))
-    full = base.feed(_padded([text.tokens for text in texts], 0).to(base.device), layers)
+    full = base.feed(_pad_rows([text.tokens for text in texts], 0).to(base.device), layers)
     kinds = dict.fromkeys(kind for need in needs for kind in need.shared_kv)
     kv = {kind: (full.shared_kv[kind][0].float(), full.shared_kv[kind][1].float()) for kind in kinds}
     return dataclasses.replace(full, shared_kv=kv)
@@ -126,8 +126,8 @@ def teacher_forced(
         raise PairError("expected a text with at least two generated tokens, found none; generate longer continuations")
     full = full or read_texts(base, texts, [drafter.needs])
     # Texts with fewer anchors than the longest are padded.
-    anchors = _padded([text.anchors for text in texts], 1)
-    real = _padded([[True] * len(text.anchors) for text in texts], 0).bool()
+    anchors = _pad_rows([text.anchors for text in texts], 1)
+    real = _pad_rows([[True] * len(text.anchors) for text in texts], 0).bool()
     aims = targets_of(texts, anchors, steps)
     drafts = torch.empty_like(aims)
     ranks = torch.empty_like(aims)
@@ -154,12 +154,12 @@ def _draft(drafter: Drafter, start: RoundStart, aims: Tensor, *, along: bool) ->
         aim = aims[..., step].to(logits.device)
         draft = logits.argmax(-1)
         drafts[..., step] = draft.cpu()
-        ranks[..., step] = _ranks(logits, aim).cpu()
+        ranks[..., step] = _compute_ranks(logits, aim).cpu()
         token = aim.clamp(min=0) if along else draft
     return drafts, ranks
 
 
-def _ranks(logits: Tensor, aim: Tensor) -> Tensor:
+def _compute_ranks(logits: Tensor, aim: Tensor) -> Tensor:
     """:attr:`Agreement.ranks` of ``aim`` int64 [batch, anchors], by ``logits`` [batch, anchors, vocabulary]."""
     token = aim.clamp(min=0)[..., None]
     index = torch.arange(logits.shape[-1], device=logits.device)
@@ -172,12 +172,12 @@ def _ranks(logits: Tensor, aim: Tensor) -> Tensor:
 @torch.inference_mode()
 def likeliest_of_base(base: Base, texts: Sequence[Text]) -> Tensor:
     """Whether the token that follows is the base's argmax: bool [texts, length - 1]; past a text's end anything."""
-    tokens = _padded([text.tokens for text in texts], 0)
+    tokens = _pad_rows([text.tokens for text in texts], 0)
     states = base.feed(tokens.to(base.device)).hidden
     return torch.stack([base.logits(row[:-1]).argmax(-1).cpu() for row in states]) == tokens[:, 1:]
 
 
-def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+def _pad_rows(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     """int64 [rows, longest], each with ``filler`` after its end."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
@@ -185,5 +185,5 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
 
 def targets_of(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """int64 [texts, anchors, steps]: the tokens after each anchor, -1 past the end."""
-    padded = functional.pad(_padded([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
+    padded = functional.pad(_pad_rows([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)

@@ -17,7 +17,13 @@ from mtp_extract.architecture import architecture_of
 from mtp_extract.drafter.mtp import LITERT, Convention, FaultyDrafter, MtpDrafter, MtpState
 from mtp_extract.drafter.network import DrafterNetwork
 from mtp_extract.drafter.protocol import RoundStart
-from mtp_extract.evaluation.agreement import Asked, estimate_difference, estimate_share, figure, measure_agreements
+from mtp_extract.evaluation.agreement import (
+    DraftRequest,
+    estimate_difference,
+    estimate_share,
+    figure,
+    measure_agreements,
+)
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import Interval
 from mtp_extract.io.typed import Figure, Record
@@ -60,19 +66,19 @@ class ControlResult(Record):
     standing: Standing
 
 
-def _another_text(base: RoundStart) -> RoundStart:
+def _use_other_text(base: RoundStart) -> RoundStart:
     kv = {kind: (k.roll(1, 0), v.roll(1, 0)) for kind, (k, v) in base.fed.shared_kv.items()}
     return replace(base, fed=replace(base.fed, shared_kv=kv))
 
 
-def _root_of_head_dim(drafter: MtpDrafter) -> MtpDrafter:
+def _scale_attention(drafter: MtpDrafter) -> MtpDrafter:
     # The q norm is the last factor before the product with K, and each layer has its own head dim.
     state = drafter.state_dict()
     layers = {f"layers.{index}.q_norm.weight": layer for index, layer in enumerate(drafter.config.layers)}
     return drafter.with_tensors({name: state[name] / layer.head_dim**0.5 for name, layer in layers.items()})
 
 
-def _full_rope(drafter: MtpDrafter) -> MtpDrafter | None:
+def _rotate_fully(drafter: MtpDrafter) -> MtpDrafter | None:
     config = drafter.config
     partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.partial_rotary_factor < 1]
     for kind in partial:
@@ -80,7 +86,7 @@ def _full_rope(drafter: MtpDrafter) -> MtpDrafter | None:
     return drafter.with_config(config) if partial else None
 
 
-def _unit_scalars(drafter: MtpDrafter) -> MtpDrafter | None:
+def _reset_layer_scalars(drafter: MtpDrafter) -> MtpDrafter | None:
     scalars = {name: value for name, value in drafter.state_dict().items() if name.endswith(".layer_scalar")}
     if all(bool((value == 1).all()) for value in scalars.values()):
         return None
@@ -93,7 +99,7 @@ CONTROLS: tuple[Control, ...] = (
         "K and V of another text",
         "the base's K and V: which layers' they are, and whether the drafter reads them at all",
         # Slots stay where they are, so masks hold and nothing later than the query comes into view.
-        change=_another_text,
+        change=_use_other_text,
     ),
     Control(
         "zero_hidden",
@@ -111,19 +117,19 @@ CONTROLS: tuple[Control, ...] = (
         "sqrt_d_attention",
         "attention logits divided by the root of the head dim",
         "the scale of attention, which must be 1, or a q norm in the wrong place",
-        drafter=_root_of_head_dim,
+        drafter=_scale_attention,
     ),
     Control(
         "full_rope",
         "every dimension of the full layers' heads rotated",
         "the share of the full layer's head that is rotated",
-        drafter=_full_rope,
+        drafter=_rotate_fully,
     ),
     Control(
         "unit_layer_scalars",
         "layer scalars set to 1",
         "the layer scalars, which may be missing or in the wrong place",
-        drafter=_unit_scalars,
+        drafter=_reset_layer_scalars,
     ),
     Control(
         "position_off_by_one",
@@ -137,7 +143,7 @@ LEVEL = 1 - 0.05 / len(CONTROLS)  # of each control's interval: in 95 % of measu
 
 
 def draft_together(
-    base: Base, asked: Sequence[Asked], written: Continuations, *, batch: int, reporter: Reporter = SILENT
+    base: Base, asked: Sequence[DraftRequest], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> tuple[list[Agreement], list[ControlResult]]:
     """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
 
@@ -145,12 +151,12 @@ def draft_together(
     PairError where no text is long enough to draft from.
     """
     sound = asked[0][0]
-    broken: dict[Control, Asked] = {}
+    broken: dict[Control, DraftRequest] = {}
     controls = architecture_of(sound.config).controls() if isinstance(sound, DrafterNetwork) else ()
     for control in controls:
         changed = control.drafter(sound)
         # Another text is only there where a batch has two.
-        if changed is not None and (control.change != _another_text or min(batch, len(written.usable)) > 1):
+        if changed is not None and (control.change != _use_other_text or min(batch, len(written.usable)) > 1):
             broken[control] = control.broken(changed), 1, False
     agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, reporter=reporter)
     controls = [
@@ -173,11 +179,11 @@ def compare_with_control(control: Control, real: Agreement, broken: Agreement) -
         suspect=control.suspect,
         top1=estimate_share(text, theirs),
         difference=figure(float((ours - theirs).mean()), len(text), interval),
-        standing=_standing_of(interval, changed=changed),
+        standing=_judge_standing(interval, changed=changed),
     )
 
 
-def _standing_of(interval: Interval | None, *, changed: bool) -> Standing:
+def _judge_standing(interval: Interval | None, *, changed: bool) -> Standing:
     """How a control stands, by the ``interval`` of its distance below; whether it ``changed`` any first draft."""
     if interval is None:
         return "undecided"

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from mtp_extract.bundle import Shard
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.evaluation.extras import why_unusable
+from mtp_extract.evaluation.extras import explain_import_failure
 from mtp_extract.graph.drafter import LOGITS, PROJECTED
 from mtp_extract.graph.masks import HIDDEN_BY_FLOATS
 from mtp_extract.litertlm.container import TFLITE_IDENTIFIER
@@ -40,32 +40,32 @@ from mtp_extract.litertlm.storage import CHUNK_ELEMENTS, FLOAT_TYPES, Floats
 from mtp_extract.litertlm.tflite import Subgraph, Tensor, TensorType, TfliteModel
 from mtp_extract.pipeline.check import Check
 from mtp_extract.validation.parity import (
-    NEAR,
-    Apart,
+    FIRST_POSITIONS,
     GraphInputs,
+    OutputDifference,
     Outputs,
-    allowed_difference,
-    apart,
-    examined,
-    longest_cache,
-    positions_of,
-    random_inputs,
-    reference_output,
+    choose_positions,
+    compare_outputs,
+    compute_allowed_difference,
+    draw_inputs,
+    find_longest_cache,
+    run_check,
+    run_reference,
 )
 
-AS_IT_IS = 0.5  # least correlation, over all cases, with what the section computes of its integers
+LEAST_CORRELATION = 0.5  # least correlation, over all cases, with what the section computes of its integers
 XNNPACK_SLOTS = 4096  # longest caches that XNNPACK looks at: 0.25 GB for a drafter of E2B, 1.06 GB of twice as many
 _CAST = 53  # of LiteRT's builtin operators
-_ROOM_FOR_TABLES = 1 << 22
+_TABLE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Parity:
     """A drafter beside Google's interpreter."""
 
-    nearby: Apart  # with every tensor of codes as floats, at the first positions
-    in_floats: Apart  # the same at all positions
-    as_it_is: Apart  # with the file's integers, which round activations
+    nearby: OutputDifference  # with every tensor of codes as floats, at the first positions
+    in_floats: OutputDifference  # the same at all positions
+    as_it_is: OutputDifference  # with the file's integers, which round activations
     nearby_allowed: float  # largest difference of the first that counts as the same function
     allowed: float  # the same of the second
 
@@ -73,29 +73,29 @@ class Parity:
     def agrees(self) -> bool:
         """Whether the two compute the same function."""
         in_floats = self.nearby.worst <= self.nearby_allowed and self.in_floats.worst <= self.allowed
-        return in_floats and self.as_it_is.correlation >= AS_IT_IS
+        return in_floats and self.as_it_is.correlation >= LEAST_CORRELATION
 
 
 def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int = 0) -> Parity:
     """Compare ``drafter``, float32 on the CPU, with the interpreter, on so many random steps.
 
-    UnsupportedError where the interpreter cannot be asked, as of :func:`interpreted`.
+    UnsupportedError where the interpreter cannot be asked, as of :func:`run_interpreter`.
     """
 
     def outputs(floats: bool) -> tuple[list[Outputs], list[Outputs]]:
-        ours = [reference_output(drafter, source, x) for x in random_inputs(source, samples, seed, quiet=floats)]
-        return ours, interpreted(source, random_inputs(source, samples, seed, quiet=floats), floats=floats)
+        ours = [run_reference(drafter, source, x) for x in draw_inputs(source, samples, seed, quiet=floats)]
+        return ours, run_interpreter(source, draw_inputs(source, samples, seed, quiet=floats), floats=floats)
 
     ours, theirs = outputs(True)
-    positions = positions_of(source, samples, quiet=True)
-    near = [position for position in positions if position < NEAR]
+    positions = choose_positions(source, samples, quiet=True)
+    near = [position for position in positions if position < FIRST_POSITIONS]
     terms = max(weight.shape[-1] for weight in drafter.parameters())
     return Parity(
-        nearby=apart(ours[: len(near)], theirs[: len(near)]),
-        in_floats=apart(ours, theirs),
-        as_it_is=apart(*outputs(False)),
-        nearby_allowed=allowed_difference(terms, max(near)),
-        allowed=allowed_difference(terms, max(positions)),
+        nearby=compare_outputs(ours[: len(near)], theirs[: len(near)]),
+        in_floats=compare_outputs(ours, theirs),
+        as_it_is=compare_outputs(*outputs(False)),
+        nearby_allowed=compute_allowed_difference(terms, max(near)),
+        allowed=compute_allowed_difference(terms, max(positions)),
     )
 
 
@@ -119,16 +119,16 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
             f"{rough.correlation:.3f}, the same top token in {rough.top1} of {samples} samples"
         )
 
-    return examined("interpreter", "Google's interpreter computes the same", examine, Path(), drafter, source)
+    return run_check("interpreter", "Google's interpreter computes the same", examine, Path(), drafter, source)
 
 
-def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
+def run_interpreter(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
     """What Google's interpreter computes of each of ``steps``, of the section in ``floats`` or as it is.
 
     UnsupportedError where the interpreter is not there, or cannot run the section.
     """
     name = source.model.region.source.name
-    if why := why_unusable("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
+    if why := explain_import_failure("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
         raise UnsupportedError(f"{name}: Google's interpreter (ai-edge-litert) cannot be asked: {why}.")
     if source.model.weights is not None:
         raise UnsupportedError(
@@ -140,12 +140,12 @@ def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) ->
     plain = floats or needs_reference_kernels(source)
     resolver = OpResolverType.BUILTIN_REF if plain else OpResolverType.AUTO
     try:
-        with _without_stderr():
-            content = _section(source, floats=floats)
+        with _silence_stderr():
+            content = _build_section(source, floats=floats)
             interpreter = Interpreter(model_content=content, num_threads=1, experimental_op_resolver_type=resolver)
             interpreter.allocate_tensors()
             runner = interpreter.get_signature_runner(source.signature.key)
-            return [_output(runner, source.graph.input_names, inputs) for inputs in steps]
+            return [_run_step(runner, source.graph.input_names, inputs) for inputs in steps]
     except UnsupportedError:
         raise
     except Exception as error:  # What a tool of another release raises has no class of its own.
@@ -154,19 +154,19 @@ def interpreted(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) ->
 
 def needs_reference_kernels(source: Shard) -> bool:
     """Whether the section as it is goes to the reference kernels, since XNNPACK would take gigabytes for its caches."""
-    return longest_cache(source) > XNNPACK_SLOTS
+    return find_longest_cache(source) > XNNPACK_SLOTS
 
 
-def _section(source: Shard, *, floats: bool) -> bytes:
+def _build_section(source: Shard, *, floats: bool) -> bytes:
     """The section as the interpreter is given it."""
     if floats:
-        return in_floats(source.model)
-    if needs_reference_kernels(source) and (misread := _misread_by_reference_kernels(source.model)):
-        return in_floats(source.model, lambda tensor: (tensor.subgraph, tensor.index) in misread)
+        return convert_to_floats(source.model)
+    if needs_reference_kernels(source) and (misread := _find_misread_weights(source.model)):
+        return convert_to_floats(source.model, lambda tensor: (tensor.subgraph, tensor.index) in misread)
     return source.model.region.read(0, source.model.region.size)
 
 
-def _misread_by_reference_kernels(model: TfliteModel) -> set[tuple[int, int]]:
+def _find_misread_weights(model: TfliteModel) -> set[tuple[int, int]]:
     """Subgraph and index of the weights that the reference kernels take for other numbers."""
     misread = set()
     for graph in model.subgraphs:
@@ -183,15 +183,15 @@ def _misread_by_reference_kernels(model: TfliteModel) -> set[tuple[int, int]]:
     return misread
 
 
-def _output(runner: Any, names: Mapping[str, str], inputs: GraphInputs) -> Outputs:
+def _run_step(runner: Any, names: Mapping[str, str], inputs: GraphInputs) -> Outputs:
     """One step of the section, which calls its inputs by ``names``."""
     takes = runner.get_input_details()
     gives = runner.get_output_details()
-    computed = runner(**{name: encoded(inputs[names[name]], detail) for name, detail in takes.items()})
-    return decoded(computed[LOGITS], gives[LOGITS]), decoded(computed[PROJECTED], gives[PROJECTED])
+    computed = runner(**{name: encode_input(inputs[names[name]], detail) for name, detail in takes.items()})
+    return decode_output(computed[LOGITS], gives[LOGITS]), decode_output(computed[PROJECTED], gives[PROJECTED])
 
 
-def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
+def encode_input(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
     """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped.
 
     A mask that is no bool is 0, and where it hides a slot the number that LiteRT's runtime writes.
@@ -210,7 +210,7 @@ def encoded(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
     return stored
 
 
-def decoded(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
+def decode_output(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
     """What the interpreter gives for this output, flat, as float32."""
     flat = values.reshape(-1)
     if flat.dtype == np.float32:
@@ -221,7 +221,7 @@ def decoded(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Without what the interpreter's C++ writes to stderr; what goes wrong comes as an exception too."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
@@ -245,7 +245,7 @@ def is_coded(tensor: Tensor) -> bool:
     )
 
 
-def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_coded) -> bytes:
+def convert_to_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_coded) -> bytes:
     """The section of ``model`` in floats, which Google's own classes of the schema take apart and write again.
 
     ``chosen`` are the tensors to make float32; by default all that hold codes. UnsupportedError for codes that this
@@ -275,7 +275,7 @@ def in_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_coded) -
         _cast_between_floats(graph, subgraph, section.operatorCodes.index(cast))
     # A builder that grows copies everything again and again.
     size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
-    builder = flatbuffers.Builder(_ROOM_FOR_TABLES + size)
+    builder = flatbuffers.Builder(_TABLE_BYTES + size)
     builder.Finish(section.Pack(builder), TFLITE_IDENTIFIER)
     return bytes(builder.Output())
 

@@ -18,10 +18,10 @@ from mtp_extract.validation.result import (
     DrafterFigures,
     RunFacts,
     Validation,
-    drafts_of,
-    findings,
+    describe_drafts,
+    describe_findings,
     format_change,
-    headlines,
+    list_headlines,
 )
 
 _BRACKETS = f"In brackets: 95 % intervals, over texts; none with fewer than {LEAST_TEXTS}."
@@ -60,15 +60,15 @@ def page_of(validation: Validation) -> Page:
     return Page(
         title=f"Validation of {validation.drafter}",
         about=" ".join(about),
-        verdict=" ".join(f"{finding}." for finding in findings(validation)),
-        headlines=headlines(validation),
-        tables=list(page_tables(validation)),
+        verdict=" ".join(f"{finding}." for finding in describe_findings(validation)),
+        headlines=list_headlines(validation),
+        tables=list(build_tables(validation)),
         notes=validation.notes,
-        measured=", ".join(_measured(validation.run)) if validation.run else "",
+        measured=", ".join(_list_run_facts(validation.run)) if validation.run else "",
     )
 
 
-def _measured(run: RunFacts) -> Iterator[str]:
+def _list_run_facts(run: RunFacts) -> Iterator[str]:
     """When, by which command, of which prompts and with what it was measured."""
     yield f"Measured {run.when}"
     if run.command is not None:
@@ -79,17 +79,17 @@ def _measured(run: RunFacts) -> Iterator[str]:
         yield f"{name} {version}"
 
 
-def page_tables(validation: Validation) -> Iterator[ReportTable]:
+def build_tables(validation: Validation) -> Iterator[ReportTable]:
     """The tables in the order in which they are read."""
     if validation.drafters:
         if validation.drafters[0].worth:
             yield worth(validation)
         yield steps(validation.drafters)
-        yield _by_workload(validation.drafters)
+        yield _build_workload_table(validation.drafters)
     if validation.checks:
         yield checks(validation)
     if validation.controls:
-        yield controls(validation)
+        yield build_controls_table(validation)
 
 
 def worth(validation: Validation) -> ReportTable:
@@ -102,12 +102,12 @@ def worth(validation: Validation) -> ReportTable:
     for drafter in validation.drafters:
         lengths[drafter.name] = {} if lengths else {"the base alone": (1.0, None)}
         for name, row in drafter.worth.items():
-            drafts = drafts_of(name, row)
-            lengths[drafter.name][drafts] = _point(row.tokens_per_round)
+            drafts = describe_drafts(name, row)
+            lengths[drafter.name][drafts] = _to_point(row.tokens_per_round)
             cells = [f"{drafter.name}: {drafts}" if others else drafts, format_mean(row.tokens_per_round)]
             cells += [format_number(x, ".2f", unit="×") for x in (row.measured_speedup, row.predicted_speedup)]
             rows.append([*cells, f"{row.same_text}/{base.timed}"])
-    best = "" if others else drafts_of(first.best, first.worth[first.best])
+    best = "" if others else describe_drafts(first.best, first.worth[first.best])
     return ReportTable(
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
@@ -137,7 +137,7 @@ def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
     }
     # In the picture from the highest to the lowest.
     order = ("top-5", "accepted", *curves)
-    lines = {name: [_percent(points) for points in curves[name] if points.value is not None] for name in order}
+    lines = {name: [_to_percent(points) for points in curves[name] if points.value is not None] for name in order}
     return ReportTable(
         "Acceptance by draft step",
         ["draft step", "positions", *(f"{name} %" for name in curves)],
@@ -157,15 +157,15 @@ def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
     )
 
 
-def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
+def _build_workload_table(drafters: Sequence[DrafterFigures]) -> ReportTable:
     first, *others = drafters
     rows: list[Sequence[str | int]] = []
-    for name, workload in _workloads_of(first).items():
+    for name, workload in _list_workloads(first).items():
         first_draft = workload.steps[0]
         cells = [format_rate(first_draft.top1), format_rate(first_draft.top5), format_mean(workload.teacher_forced)]
         for other in others:
             change = other.changes.get(name, other.change)
-            cells += [format_mean(_workloads_of(other)[name].teacher_forced), format_change(change)]
+            cells += [format_mean(_list_workloads(other)[name].teacher_forced), format_change(change)]
         rows.append((name, workload.texts, *cells))
     more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
     return ReportTable(
@@ -178,17 +178,17 @@ def _by_workload(drafters: Sequence[DrafterFigures]) -> ReportTable:
             "others ended, which is more often at a token that is hard to draft, and come to less."
             + (" Differences are text by text, each with its own interval." if others else "")
         ),
-        picture=partial(figures.bars, {drafter.name: _forced_points(drafter) for drafter in drafters}, _FORCED),
+        picture=partial(figures.bars, {drafter.name: _list_forced_points(drafter) for drafter in drafters}, _FORCED),
     )
 
 
-def _workloads_of(drafter: DrafterFigures) -> dict[str, Workload]:
+def _list_workloads(drafter: DrafterFigures) -> dict[str, Workload]:
     return {**drafter.workloads, "all": drafter.agreement}
 
 
-def _forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:
-    forced = {name: workload.teacher_forced for name, workload in _workloads_of(drafter).items()}
-    return {name: _point(length) for name, length in forced.items() if length.value is not None}
+def _list_forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:
+    forced = {name: workload.teacher_forced for name, workload in _list_workloads(drafter).items()}
+    return {name: _to_point(length) for name, length in forced.items() if length.value is not None}
 
 
 def checks(validation: Validation) -> ReportTable:
@@ -203,16 +203,16 @@ def checks(validation: Validation) -> ReportTable:
     )
 
 
-def controls(validation: Validation) -> ReportTable:
+def build_controls_table(validation: Validation) -> ReportTable:
     """What the drafter reaches with one thing broken at a time."""
     rows: list[Sequence[str]] = []
-    points = {"the real drafter": _percent(validation.drafters[0].agreement.steps[0].top1)}
+    points = {"the real drafter": _to_percent(validation.drafters[0].agreement.steps[0].top1)}
     for control in validation.controls:
         meaning = _STANDING[control.standing] + (f"; look at {control.suspect}" if control.standing == "above" else "")
         rows.append(
             (control.name, format_rate(control.top1), format_rate(control.difference), f"{control.what}: {meaning}")
         )
-        points[control.name] = _percent(control.top1)
+        points[control.name] = _to_percent(control.top1)
     return ReportTable(
         "Controls",
         ("control", "top-1 %, step 1", "below by", "what is broken: what it says"),
@@ -229,11 +229,11 @@ def controls(validation: Validation) -> ReportTable:
     )
 
 
-def _point(figure: Figure) -> figures.Point:
+def _to_point(figure: Figure) -> figures.Point:
     assert figure.value is not None
     return figure.value, figure.ci95
 
 
-def _percent(figure: Figure) -> figures.Point:
-    value, ends = _point(figure)
+def _to_percent(figure: Figure) -> figures.Point:
+    value, ends = _to_point(figure)
     return 100 * value, ends and [100 * end for end in ends]

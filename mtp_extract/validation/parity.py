@@ -29,7 +29,7 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseOutput, RoundStart
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES, quiet_transformers, why_unusable
+from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES, explain_import_failure, quiet_transformers
 from mtp_extract.formats import format_of
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
@@ -47,7 +47,7 @@ _SHARE_OF_RANGE = 0.125
 _QUIET = np.float32(1e-3)
 _KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
 
-NEAR = 8  # positions below it are the first ones: their angles are exact but for the last bits
+FIRST_POSITIONS = 8  # positions below it are the first ones: their angles are exact but for the last bits
 TOLERANCE = 1e-4  # of the range of an output of transformers: the same arithmetic in float32, in another order
 _SAMPLES = 4  # steps that transformers runs
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -60,7 +60,7 @@ Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
 
 
 @dataclass(frozen=True)
-class Apart:
+class OutputDifference:
     """How far two programs' outputs are from each other, over all steps."""
 
     logits: float  # largest difference, as a share of that step's range; infinite where a number is none
@@ -74,7 +74,7 @@ class Apart:
         return max(self.logits, self.state)
 
 
-def cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
+def list_cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
     """By layer type, the names of the inputs for K and V, each with the axes of its heads, slots and dimensions."""
     axes: dict[str, CacheAxes] = {}
     for layer in source.walk.layers:
@@ -88,7 +88,7 @@ def cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[
     return caches
 
 
-def by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
+def view_by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
     """A view of ``cache`` as [1, KV heads, slots, head_dim]; what is written into it is written into ``cache``."""
     heads, slots, dimensions = axes
     in_order = [axis for axis in (heads, slots, dimensions) if axis is not None]
@@ -99,7 +99,7 @@ def by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
     return view
 
 
-def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
+def draw_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
     """``count`` random steps at positions spread from 1 to the end of the caches; the same for the same seed.
 
     With ``quiet`` each at one of the first positions comes again, with its activations at a thousandth, where epsilons
@@ -109,21 +109,21 @@ def random_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = Fal
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
     unit = first.scale * np.iinfo(first.type).max * _SHARE_OF_RANGE if first else 1.0
     shape = (1, 1, 2 * source.config.backbone_hidden_size)
-    for position in positions_of(source, count):
+    for position in choose_positions(source, count):
         activations = (random.standard_normal(shape) * unit).astype(np.float32)
         inputs = {
             ACTIVATIONS: activations,
-            **_place_inputs(source, position),
-            **_cache_contents(source, position, random),
+            **_build_position_inputs(source, position),
+            **_draw_caches(source, position, random),
         }
         yield inputs
-        if quiet and position < NEAR:
+        if quiet and position < FIRST_POSITIONS:
             yield {**inputs, ACTIVATIONS: activations * _QUIET}
 
 
-def _place_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
+def _build_position_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
     """The inputs that say where a step stands and what it sees: position, masks, and parameters."""
-    end = longest_cache(source)
+    end = find_longest_cache(source)
     slots = np.arange(end)
     past = slots <= position
     in_window = slots > position - (source.config.sliding_window or end)
@@ -137,32 +137,32 @@ def _place_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
     }
 
 
-def _cache_contents(source: Shard, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
+def _draw_caches(source: Shard, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """K and V of every layer type by the name of their input: random up to ``position``, zeros after it."""
     contents: dict[str, NDArray[Any]] = {}
-    for kind, (keys, values) in cache_inputs(source).items():
+    for kind, (keys, values) in list_cache_inputs(source).items():
         key_spread = _KEY_SPREAD / source.config.kv_layers[kind].head_dim ** 0.5
         for (name, axes), spread in ((keys, key_spread), (values, 1.0)):
             tensor = source.walk.caches[name]
             contents[name] = np.zeros(tensor.shape, np.float32)
-            visible = by_slot(contents[name], axes)[:, :, : position + 1]
-            visible[:] = _random_cache(random, visible.shape, tensor, spread)
+            visible = view_by_slot(contents[name], axes)[:, :, : position + 1]
+            visible[:] = _draw_cache(random, visible.shape, tensor, spread)
     return contents
 
 
-def positions_of(source: Shard, count: int, *, quiet: bool = False) -> list[int]:
-    """The positions of :func:`random_inputs`; ``quiet``, those below :data:`NEAR` twice."""
-    last = min(longest_cache(source), _LONGEST) - 1
+def choose_positions(source: Shard, count: int, *, quiet: bool = False) -> list[int]:
+    """The positions of :func:`draw_inputs`; ``quiet``, those below :data:`FIRST_POSITIONS` twice."""
+    last = min(find_longest_cache(source), _LONGEST) - 1
     positions: list[int] = np.geomspace(1, last, count).round().astype(int).tolist()
-    return sorted(positions + [position for position in positions if quiet and position < NEAR])
+    return sorted(positions + [position for position in positions if quiet and position < FIRST_POSITIONS])
 
 
-def longest_cache(source: Shard) -> int:
+def find_longest_cache(source: Shard) -> int:
     """Slots of the longest cache."""
-    return max(source.walk.caches[key].shape[slots] for (key, (_, slots, _)), _ in cache_inputs(source).values())
+    return max(source.walk.caches[key].shape[slots] for (key, (_, slots, _)), _ in list_cache_inputs(source).values())
 
 
-def allowed_difference(terms: int, position: int) -> float:
+def compute_allowed_difference(terms: int, position: int) -> float:
     """Largest difference of an output, as a share of its range, that two programs in float32 may show.
 
     Every rounding is off by up to 2^-24 of a number. Those of a sum of ``terms`` products, added in another order,
@@ -173,7 +173,7 @@ def allowed_difference(terms: int, position: int) -> float:
     return 2**-24 * (10 * math.sqrt(max(terms, 256)) + 2 * position)
 
 
-def _random_cache(
+def _draw_cache(
     random: np.random.Generator, shape: tuple[int, ...], tensor: Tensor, spread: float
 ) -> NDArray[np.float64]:
     """Numbers for a cache: of codes, those that codes stand for, so that a program in floats is given the same.
@@ -191,48 +191,48 @@ def _random_cache(
     return np.clip(codes, packing.lowest - zero_point, packing.highest - zero_point) * scale
 
 
-def visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
+def read_visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
     """By layer type, K and V up to the position, each [1, KV heads, position + 1, head_dim]."""
     slots = int(inputs[INPUT_POS][0]) + 1
 
     def visible(name: str, axes: CacheAxes) -> torch.Tensor:
-        return torch.from_numpy(by_slot(inputs[name], axes)[:, :, :slots])
+        return torch.from_numpy(view_by_slot(inputs[name], axes)[:, :, :slots])
 
-    return {kind: (visible(*keys), visible(*values)) for kind, (keys, values) in cache_inputs(source).items()}
+    return {kind: (visible(*keys), visible(*values)) for kind, (keys, values) in list_cache_inputs(source).items()}
 
 
 @torch.inference_mode()
-def reference_output(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
+def run_reference(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
     """What ``drafter``, float32 on the CPU, computes of ``inputs``."""
     position = torch.from_numpy(inputs[INPUT_POS])[None].long()
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
-    base = BaseOutput(position, position, hidden, {}, visible_slots(source, inputs))
+    base = BaseOutput(position, position, hidden, {}, read_visible_slots(source, inputs))
     state = drafter.start(RoundStart(base, position + 1, lambda _: embedding))
     logits, after = drafter.step(state, position)
     return logits.numpy().reshape(-1), after.hidden.numpy().reshape(-1)
 
 
 @np.errstate(all="ignore")
-def apart(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> Apart:
+def compare_outputs(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> OutputDifference:
     """How far ``ours`` are from ``theirs``, step by step."""
     logits = [(mine[0], other[0].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
     states = [(mine[1], other[1].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
     top1 = sum(int(mine.argmax() == other.argmax()) for mine, other in logits)
-    correlation = min(_correlation(logits), _correlation(states))
-    return Apart(_largest_difference(logits), _largest_difference(states), correlation, top1)
+    correlation = min(_compute_mean_correlation(logits), _compute_mean_correlation(states))
+    return OutputDifference(_find_largest_difference(logits), _find_largest_difference(states), correlation, top1)
 
 
-def _largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
+def _find_largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
     """As a share of the range of the second; infinite where a number is none."""
     shares = [float(np.abs(mine - other).max() / np.ptp(other)) for mine, other in pairs]
     return max(share if math.isfinite(share) else math.inf for share in shares)
 
 
-def _correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
+def _compute_mean_correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
     return float(np.mean([np.corrcoef(mine, other)[0, 1] for mine, other in pairs]))
 
 
-def examined(name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
+def run_check(name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
     """The check ``name``: passed or not as ``examine`` says; open where it calls the sample's drafter wrong, too."""
     passed, evidence = examine(directory, drafter, source)
     if passed is False:
@@ -259,9 +259,9 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
     what = "transformers loads it strictly, and computes what the reference does"
     if format_of(directory).name != "transformers":
         return Check("transformers", what, None, "this is asked of the transformers format only")
-    if why := why_unusable("transformers", "Gemma4AssistantForCausalLM"):
+    if why := explain_import_failure("transformers", "Gemma4AssistantForCausalLM"):
         return Check("transformers", what, None, f"transformers: {why}; {TRANSFORMERS_RELEASES} works")
-    check = examined("transformers", what, _run_transformers, directory, drafter, source)
+    check = run_check("transformers", what, _compare_with_transformers, directory, drafter, source)
     version = str(sys.modules["transformers"].__version__)
     if check.passed is False and not SpecifierSet(TRANSFORMERS_RELEASES).contains(version, prereleases=True):
         check = replace(check, passed=None, evidence=f"it is of no release that was tried: {check.evidence}")
@@ -271,7 +271,7 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
     return check
 
 
-def _run_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
+def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
     """Whether it loads and computes as ``drafter`` does, and the evidence."""
     from transformers import AutoModelForCausalLM
 
@@ -283,8 +283,12 @@ def _run_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tu
         model, info = loaded
         if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
             return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
-        theirs = [_outputs(model, source, drafter.config, inputs) for inputs in random_inputs(source, _SAMPLES)]
-        worst = apart([reference_output(drafter, source, x) for x in random_inputs(source, _SAMPLES)], theirs).worst
+        theirs = [
+            _run_transformers_step(model, source, drafter.config, inputs) for inputs in draw_inputs(source, _SAMPLES)
+        ]
+        worst = compare_outputs(
+            [run_reference(drafter, source, x) for x in draw_inputs(source, _SAMPLES)], theirs
+        ).worst
     except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
     evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
@@ -292,12 +296,12 @@ def _run_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tu
 
 
 @torch.inference_mode()
-def _outputs(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
+def _run_transformers_step(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
     """What transformers computes of ``inputs``."""
     # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
     kv = {
         kind: tuple(part[:, :, -(config.kv_layers[kind].sliding_window or part.shape[2]) :] for part in pair)
-        for kind, pair in visible_slots(source, inputs).items()
+        for kind, pair in read_visible_slots(source, inputs).items()
     }
     only = next(iter(kv.values()))
     output = model(

@@ -59,7 +59,7 @@ class ValidationPlan:
 
     def _check_trees(self) -> None:
         """Whether trees are some, and whether there is a base to measure what needs one."""
-        measured = {"trees": self.wanted, "another drafter": self.beside, "prompts": self.prompts}
+        measured = {"trees": self.drafts_by_name, "another drafter": self.beside, "prompts": self.prompts}
         names = " and ".join(name for name, value in measured.items() if value)
         has_base = self.sample or self.base is not None
         require_that(has_base or not names, f"a base to measure {names} with, found none. Give it.", "base")
@@ -74,12 +74,12 @@ class ValidationPlan:
         return self.directory, self.beside, self.source, self.prompts, *files_of(self.base)
 
     @property
-    def wanted(self) -> Mapping[str, DraftTree | AdaptiveDrafts]:
+    def drafts_by_name(self) -> Mapping[str, DraftTree | AdaptiveDrafts]:
         """The trees, and the chain that is adapted, by what to call them; PlanError for what is none, or too large."""
         adaptive = AdaptiveDrafts(max(self.draft_steps, default=1))
         return {text: adaptive if text == ADAPTIVE else DraftTree.parse(text) for text in self.trees}
 
-    def of_sample(self, directory: Path) -> ValidationPlan:
+    def adapt_to_sample(self, directory: Path) -> ValidationPlan:
         """The plan for the sample, extracted to ``directory``: with its base and, unless given, its prompts."""
         from mtp_extract.data import sample_base, sample_bundle, sample_prompts
 

@@ -21,7 +21,7 @@ from mtp_extract.report.numbers import format_number, format_rate
 from mtp_extract.report.page import Headline
 from mtp_extract.validation.controls import ControlResult
 from mtp_extract.validation.plan import ADAPTIVE
-from mtp_extract.validation.worth import Worth, best_of
+from mtp_extract.validation.worth import Worth, choose_best_chain
 
 _IDENTITY = {
     PROVEN: f"{verdict_word(PROVEN)}: its weights, settings and outputs are those of the file.",
@@ -95,33 +95,33 @@ class Validation(Record, kw_only=True):
     pair: dict[str, Any] | None = None  #: base and drafter as the parts of one model, as in `pair.json`
 
 
-def concluded(validation: Validation) -> Validation:
+def conclude(validation: Validation) -> Validation:
     """``validation`` with the best chain of each drafter and its verdict: verified, refuted, and in a few sentences."""
     for drafter in validation.drafters:
-        drafter.best = best_of(drafter.worth) if drafter.worth else ""
-    passed = _names(validation, True)
-    validation.refuted = bool(_names(validation, False))
+        drafter.best = choose_best_chain(drafter.worth) if drafter.worth else ""
+    passed = _list_check_names(validation, True)
+    validation.refuted = bool(_list_check_names(validation, False))
     validation.verified = not validation.refuted and {*passed}.issuperset(NEEDED)
-    validation.evidence = _evidence(validation, passed)
+    validation.evidence = _find_evidence(validation, passed)
 
-    identity, *measured = headlines(validation)
+    identity, *measured = list_headlines(validation)
     if validation.drafters and validation.drafters[0].worth:
         words = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in measured)
         drafting = f"Measured: {'; '.join(words)}"
     else:
         why = "it ended before that" if validation.base else "it was run beside none"
         drafting = f"Not measured: how well it drafts for a base ({why})"
-    sentences = (f"{identity.value}: {_reason(validation)}", drafting, *findings(validation))
+    sentences = (f"{identity.value}: {_explain_verdict(validation)}", drafting, *describe_findings(validation))
     validation.verdict = " ".join(f"{sentence}." for sentence in sentences)
     return validation
 
 
-def _names(validation: Validation, answer: bool | None) -> list[str]:
+def _list_check_names(validation: Validation, answer: bool | None) -> list[str]:
     """Of the checks that were passed, that refute, or that were left open."""
     return [check.name for check in validation.checks if check.passed is answer]
 
 
-def _evidence(validation: Validation, passed: Sequence[str]) -> Literal["proven", "measured", "named"] | None:
+def _find_evidence(validation: Validation, passed: Sequence[str]) -> Literal["proven", "measured", "named"] | None:
     if validation.verified:
         return PROVEN
     if validation.refuted or not {*passed, "function"}.issuperset(NEEDED):
@@ -129,14 +129,14 @@ def _evidence(validation: Validation, passed: Sequence[str]) -> Literal["proven"
     return MEASURED if "interpreter" in passed else NAMED
 
 
-def _reason(validation: Validation) -> str:
+def _explain_verdict(validation: Validation) -> str:
     """Why the verdict is what it is."""
     source = validation.source
     if validation.refuted:
         refuted = [check for check in validation.checks if check.passed is False]
         return ", and ".join(f"{check.name}: {check.evidence}" for check in refuted)
     if validation.verified:
-        return f"the checkpoint is the drafter of {source} ({', '.join(_names(validation, True))})"
+        return f"the checkpoint is the drafter of {source} ({', '.join(_list_check_names(validation, True))})"
     if validation.evidence is not None:
         # Everything but the graph was compared.
         open_function = next(check.evidence for check in validation.checks if check.name == "function")
@@ -145,13 +145,13 @@ def _reason(validation: Validation) -> str:
         inputs = several(validation.inputs or 0, "input")
         return f"Google's interpreter computes the same of {source} for {inputs}; {open_function}"
     if validation.checks:
-        return f"that this is the drafter of {source} (not checked: {', '.join(_names(validation, None))})"
+        return f"that this is the drafter of {source} (not checked: {', '.join(_list_check_names(validation, None))})"
     return "that this is the function of a .litertlm file (it was compared with none)"
 
 
-def headlines(validation: Validation) -> list[Headline]:
+def list_headlines(validation: Validation) -> list[Headline]:
     """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
-    identity = _identity_headline(validation)
+    identity = _build_identity_headline(validation)
     base = validation.base
     if base is None or not (validation.drafters and validation.drafters[0].worth):
         why = "it was run beside no base" if base is None else "it ended before that"
@@ -161,12 +161,12 @@ def headlines(validation: Validation) -> list[Headline]:
     best = first.worth[first.best]
     return [
         identity,
-        *_best_chain_headlines(base, drafts_of(first.best, best), best),
-        _same_text_headline(base, validation.drafters),
+        *_list_chain_headlines(base, describe_drafts(first.best, best), best),
+        _build_same_text_headline(base, validation.drafters),
     ]
 
 
-def _best_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator[Headline]:
+def _list_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator[Headline]:
     length = format_number(worth.tokens_per_round.value, ".2f")
     ends = worth.tokens_per_round.ci95
     interval = f"95 %: {ends[0]:.2f}–{ends[1]:.2f}" if ends else "no interval"
@@ -177,11 +177,11 @@ def _best_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator
     yield Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"])
 
 
-def _identity_headline(validation: Validation) -> Headline:
-    passed = len(_names(validation, True))
+def _build_identity_headline(validation: Validation) -> Headline:
+    passed = len(_list_check_names(validation, True))
     counted = f"{passed} of {len(validation.checks)} checks against {validation.source} passed"
     for word, answer in (("refuted", False), ("not checked", None)):
-        if names := _names(validation, answer):
+        if names := _list_check_names(validation, answer):
             counted += f", {word}: {', '.join(names)}"
     return Headline(
         "Verdict",
@@ -192,25 +192,25 @@ def _identity_headline(validation: Validation) -> Headline:
     )
 
 
-def _same_text_headline(base: BaseFacts, drafters: Sequence[DrafterFigures]) -> Headline:
+def _build_same_text_headline(base: BaseFacts, drafters: Sequence[DrafterFigures]) -> Headline:
     """Of all that was drafted, what left the fewest texts as the base alone writes them."""
     drafted = [(name, worth) for drafter in drafters for name, worth in drafter.worth.items()]
     name, worth = min(drafted, key=lambda pair: pair[1].same_text)
     all_same = worth.same_text == base.timed
-    drafts = "whatever is drafted" if all_same else f"{drafts_of(name, worth)}, the worst"
+    drafts = "whatever is drafted" if all_same else f"{describe_drafts(name, worth)}, the worst"
     text = f"greedy, in {base.dtype}; {drafts}"
     same = f"{worth.same_text} of {base.timed}"
     return Headline("Same text", same, text, _MEANS["Same text"], "good" if all_same else "")
 
 
-def drafts_of(name: str, worth: Worth) -> str:
+def describe_drafts(name: str, worth: Worth) -> str:
     """What was drafted: ``chain of 3``, ``tree 4x2x1``, ``adaptive chain``."""
     if worth.tree is None:
         return f"chain of {name}"
     return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
-def findings(validation: Validation) -> Iterator[str]:
+def describe_findings(validation: Validation) -> Iterator[str]:
     """What the large figures do not say, in sentences: the first draft, the drafter beside it, and the controls."""
     for drafter in validation.drafters[:1]:
         top1 = drafter.agreement.steps[0].top1
@@ -222,10 +222,10 @@ def findings(validation: Validation) -> Iterator[str]:
         by = format_change(change)
         yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
     if validation.controls:
-        yield _what_controls_say(validation.controls, validation.drafters[0].agreement.texts)
+        yield _describe_controls(validation.controls, validation.drafters[0].agreement.texts)
 
 
-def _what_controls_say(controls: Sequence[ControlResult], texts: int) -> str:
+def _describe_controls(controls: Sequence[ControlResult], texts: int) -> str:
     if all(control.difference.ci95 is None for control in controls):
         return f"What the controls say is {undecided(texts)}"
     above = [control for control in controls if control.standing == "above"]
@@ -241,7 +241,7 @@ def format_change(change: Change) -> str:
     return format_number(change.mean, "+.2f", change.interval, between=" to ")
 
 
-def notes_of(validation: Validation) -> Iterator[str]:
+def list_notes(validation: Validation) -> Iterator[str]:
     """What makes a figure worth less than it seems, and where text parts."""
     if not validation.controls:
         yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."

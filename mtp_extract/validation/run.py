@@ -24,10 +24,16 @@ from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import Network, load_any, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
-from mtp_extract.evaluation.agreement import Asked, acceptance_of, compare_acceptance, figures, known
+from mtp_extract.evaluation.agreement import (
+    DraftRequest,
+    compare_acceptance,
+    compute_acceptance,
+    nan_to_none,
+    summarize_agreement,
+)
 from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
 from mtp_extract.evaluation.base_texts import Continuations, write_texts
-from mtp_extract.evaluation.prompts import hash_of_prompts, read_prompts
+from mtp_extract.evaluation.prompts import hash_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
 from mtp_extract.io.address import public_name
 from mtp_extract.io.typed import Tool
@@ -44,10 +50,12 @@ from mtp_extract.validation.controls import ControlResult, draft_together
 from mtp_extract.validation.interpreter import check_interpreter
 from mtp_extract.validation.parity import check_transformers
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation, concluded, notes_of
-from mtp_extract.validation.worth import by_base_alone, measure_worth
+from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation, conclude, list_notes
+from mtp_extract.validation.worth import generate_with_base_alone, measure_worth
 
-_SMALL = 256  # width of a base whose matrices are too small to share: more threads would mostly wait for each other
+_SINGLE_THREAD_WIDTH = (
+    256  # width of a base whose matrices are too small to share: more threads would mostly wait for each other
+)
 _SAMPLE = "the sample"  # what a report calls the drafter of the sample
 _COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
 
@@ -68,10 +76,10 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
             reporter.say("extracting the sample")
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
             extract_drafter(sample_bundle(), directory, WritingPlan())
-            plan = plan.of_sample(directory)
+            plan = plan.adapt_to_sample(directory)
         # What is cheap to see is seen before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
-        validation = _begin(plan, name, checkpoint.notes)
+        validation = _start_validation(plan, name, checkpoint.notes)
 
         source = None
         if plan.source is not None:
@@ -83,27 +91,27 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
             if any(check.passed is False for check in validation.checks):
                 # What is refuted needs no second opinion, and may hold numbers that nothing can run.
                 validation.notes.append("It is refuted already, so nothing was measured.")
-                return concluded(validation)
+                return conclude(validation)
 
         try:
             if plan.base is not None:
                 _measure(plan, plan.base, directory, validation, reporter)
             if source is not None:
-                _ask_other_programs(plan, directory, source, validation, reporter)
+                _compare_with_other_programs(plan, directory, source, validation, reporter)
         except BaseException:
             if validation.checks or validation.drafters:
                 validation.notes.append("It ended early: what is missing was not measured.")
-                reporter.measured(concluded(validation))
+                reporter.measured(conclude(validation))
             raise
-        return concluded(validation)
+        return conclude(validation)
 
 
-def _begin(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
+def _start_validation(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
     """Without results. A file of prompts that cannot be read has no hash; reading it says why."""
     prompts_sha256 = None
     if plan.base is not None:
         with suppress(OSError, ValueError):
-            prompts_sha256 = hash_of_prompts(plan.prompts)
+            prompts_sha256 = hash_prompts(plan.prompts)
     versions = {"python": platform.python_version()}
     for package in _COMPUTING:
         with suppress(PackageNotFoundError):
@@ -132,33 +140,33 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     loaded, contenders = _load_contenders(plan, base, validation.drafter, directory, reporter)
     pair = contenders[0].pair
-    for tree in _trees(plan):
+    for tree in _list_trees(plan):
         tree.require_tokens(pair.base.vocab_size)
-    if pair.base.width <= _SMALL:
+    if pair.base.width <= _SINGLE_THREAD_WIDTH:
         torch.set_num_threads(1)
     sizes = {"batch": plan.batch, "new_tokens": plan.new_tokens}
     validation.settings = {
         "prompts": dict(Counter(prompt.workload for prompt in prompts)),
         **sizes,
         "draft_steps": sorted(set(plan.draft_steps)),
-        "trees": list(plan.wanted),
+        "trees": list(plan.drafts_by_name),
     }
     with memory_guard("running the base"):
         written = write_texts(
             pair.base, pair.codec, prompts, **sizes, chat_template=plan.chat_template, reporter=reporter
         )
         _measure_drafts(plan, loaded, contenders, written, validation, reporter)
-    validation.pair = pair_of(pair, validation, max(len(text.tokens) for text in written.texts))
-    validation.notes += [*loaded.notes, *_notes_of_texts(written), *notes_of(validation)]
+    validation.pair = describe_pair(pair, validation, max(len(text.tokens) for text in written.texts))
+    validation.notes += [*loaded.notes, *_note_unused_texts(written), *list_notes(validation)]
 
 
-def _notes_of_texts(written: Continuations) -> Iterator[str]:
+def _note_unused_texts(written: Continuations) -> Iterator[str]:
     if unused := len(written.texts) - len(written.usable):
         yield f"{unused} of {len(written.texts)} texts repeat another, or end at once, and are not counted."
 
 
-def _trees(plan: ValidationPlan) -> list[DraftTree]:
-    return [drafts for drafts in plan.wanted.values() if isinstance(drafts, DraftTree)]
+def _list_trees(plan: ValidationPlan) -> list[DraftTree]:
+    return [drafts for drafts in plan.drafts_by_name.values() if isinstance(drafts, DraftTree)]
 
 
 def _load_contenders(
@@ -198,23 +206,26 @@ def _measure_drafts(
     drafts, controls = _draft_after_every_token(plan, contenders, written, reporter)
     reporter.say("generating a few texts with drafts")
     pair = contenders[0].pair
-    alone = by_base_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
+    alone = generate_with_base_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
     validation.base = BaseFacts(
         name="the sample's base" if contenders[0].name == _SAMPLE else public_name(loaded.name),
         dtype=loaded.dtype,
         devices=list(loaded.devices),
         chat_template=plan.chat_template and pair.codec.has_template,
         timed=len(alone.texts),
-        tokens_per_s=known(alone.tokens_per_s),
-        forward_ms=known(alone.verify_ms),
+        tokens_per_s=nan_to_none(alone.tokens_per_s),
+        forward_ms=nan_to_none(alone.verify_ms),
     )
     first = drafts[0][0]
     for contender, (agreement, _) in zip(contenders, drafts, strict=True):
-        validation.drafters.append(_figures_of(contender, first, agreement, written.workloads))
+        validation.drafters.append(_summarize_contender(contender, first, agreement, written.workloads))
     validation.controls = controls
 
     # Chains, the longest last; then what is measured besides.
-    planned: dict[str, Drafts] = {**{str(steps): steps for steps in sorted(set(plan.draft_steps))}, **plan.wanted}
+    planned: dict[str, Drafts] = {
+        **{str(steps): steps for steps in sorted(set(plan.draft_steps))},
+        **plan.drafts_by_name,
+    }
     for contender, drafted, drafter in zip(contenders, drafts, validation.drafters, strict=True):
         measure_worth(contender.pair, written, *drafted, planned, alone, plan.new_tokens, reporter, drafter.worth)
 
@@ -225,8 +236,8 @@ def _draft_after_every_token(
     """What each drafts after its own drafts, as many as the longest chain has, and along the texts, as deep as the
     deepest tree (None without trees); and the controls of the first."""
     drafters = [contender.pair.drafter for contender in contenders]
-    asked: list[Asked] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
-    if trees := _trees(plan):
+    asked: list[DraftRequest] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
+    if trees := _list_trees(plan):
         asked += [(drafter, max(tree.depth for tree in trees), True) for drafter in drafters]
     base = contenders[0].pair.base
     agreements, controls = draft_together(base, asked, written, batch=plan.batch, reporter=reporter)
@@ -234,17 +245,17 @@ def _draft_after_every_token(
     return list(zip(agreements, along, strict=False)), controls
 
 
-def _figures_of(
+def _summarize_contender(
     contender: _Contender, first: Agreement, agreement: Agreement, workloads: Mapping[str, Sequence[int]]
 ) -> DrafterFigures:
     """How it drafts, beside the ``first`` one; what that is worth is measured later."""
-    before = acceptance_of(first)
-    after = acceptance_of(agreement)
+    before = compute_acceptance(first)
+    after = compute_acceptance(agreement)
     return DrafterFigures(
         name=contender.name,
         tuned=contender.tuned,
-        agreement=figures(agreement),
-        workloads={workload: figures(agreement.of(rows)) for workload, rows in workloads.items()},
+        agreement=summarize_agreement(agreement),
+        workloads={workload: summarize_agreement(agreement.of(rows)) for workload, rows in workloads.items()},
         worth={},
         best="",
         change=compare_acceptance(before, after),
@@ -252,7 +263,7 @@ def _figures_of(
     )
 
 
-def _ask_other_programs(
+def _compare_with_other_programs(
     plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
 ) -> None:
     """Add to ``validation`` what transformers and Google's interpreter make of the drafter."""
@@ -260,7 +271,7 @@ def _ask_other_programs(
         drafter = load_any(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
             return
-        if drafter.config.backbone_hidden_size <= _SMALL:
+        if drafter.config.backbone_hidden_size <= _SINGLE_THREAD_WIDTH:
             torch.set_num_threads(1)
         reporter.say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, source)
@@ -279,7 +290,7 @@ def _ask_other_programs(
 # pair.json: base and drafter as the parts of one model
 
 
-def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
+def describe_pair(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
     """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
     base = pair.base
     drafter = pair.drafter
@@ -291,16 +302,24 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",
-        "target": {"name": facts.name, "hidden_export": "target_hidden_stream", **_side(base.model, base.width)},
-        "draft": {"name": validation.drafter, "assistant_role": role, **_side(drafter, drafter.config.hidden_size)},
-        "bridge": _bridge(base, drafter),
+        "target": {
+            "name": facts.name,
+            "hidden_export": "target_hidden_stream",
+            **_describe_model(base.model, base.width),
+        },
+        "draft": {
+            "name": validation.drafter,
+            "assistant_role": role,
+            **_describe_model(drafter, drafter.config.hidden_size),
+        },
+        "bridge": _describe_bridge(base, drafter),
         "verify": {
             "rule": "greedy",
             "T": fed,
             "inputs": ["draft_candidate_tokens", "target_logits"],
             "outputs": ["accepted_tokens", "rejected_token"],
         },
-        "buffers": _buffers(base, drafter, fed, positions),
+        "buffers": _describe_buffers(base, drafter, fed, positions),
         "metrics": {
             name: {
                 "backbone_only_tok_per_sec": facts.tokens_per_s,
@@ -315,13 +334,13 @@ def pair_of(pair: SpeculativeGenerator, validation: Validation, positions: int) 
     }
 
 
-def _side(model: nn.Module, width: int) -> dict[str, Any]:
+def _describe_model(model: nn.Module, width: int) -> dict[str, Any]:
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     dtype = str(max(tensors, key=lambda tensor: tensor.numel()).dtype).removeprefix("torch.")
     return {"hidden_size": width, "dtype": dtype, "bytes": sum(t.numel() * t.element_size() for t in tensors)}
 
 
-def _bridge(base: Base, drafter: Network) -> dict[str, Any]:
+def _describe_bridge(base: Base, drafter: Network) -> dict[str, Any]:
     """What the drafter reads of its base."""
     needs = drafter.needs
     return {
@@ -334,7 +353,7 @@ def _bridge(base: Base, drafter: Network) -> dict[str, Any]:
     }
 
 
-def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
+def _describe_buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
     """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
     needs = drafter.needs
     layers = needs.layers
@@ -345,7 +364,7 @@ def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str
     draft_cache = [0] if needs.shared_kv else own_cache
     shapes = {
         "target_main_stream": ([fed, base.width], number),
-        "target_kv_cache": ([2, _cache_width(base, positions)], number),
+        "target_kv_cache": ([2, _count_cache_numbers(base, positions)], number),
         "target_logits": ([fed, base.vocab_size], 4),
         "draft_backbone_stream": ([fed if layers else 1, len(layers) or 1, base.width], number),
         "draft_main_stream": ([1, config.hidden_size], number),
@@ -358,7 +377,7 @@ def _buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str
     return {name: {"shape": shape, "bytes": size * math.prod(shape)} for name, (shape, size) in shapes.items()}
 
 
-def _cache_width(base: Base, positions: int) -> int:
+def _count_cache_numbers(base: Base, positions: int) -> int:
     """Numbers of K for so many positions, over all layers of the base that have K of their own."""
     layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
     return sum(layer.k_proj.out_features * min(positions, layer.sliding_window or positions) for layer in layers)

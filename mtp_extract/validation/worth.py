@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from statistics import fmean
 
-from mtp_extract.evaluation.agreement import figure, known
+from mtp_extract.evaluation.agreement import figure, nan_to_none
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.intervals import over_texts, share_bounds
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
-from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, deepest_tree
+from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, build_deepest_tree
 from mtp_extract.speculate.loop import Generation, Round, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 
 TextPlace = tuple[int, int]  # a text's number and the position of its pending token
-_WARM = 8  # new tokens, before times are taken
+_WARMUP_TOKENS = 8  # new tokens, before times are taken
 
 
 class Worth(Record, kw_only=True):
@@ -55,7 +55,7 @@ class Timed:
     ) -> Timed:
         """The texts after ``prompts``, which are token ids by number."""
         for prompt in [*prompts.values()][:1]:  # the first calls choose kernels and take memory
-            generator.generate(prompt, max_new_tokens=min(new_tokens, _WARM), drafts=drafts)
+            generator.generate(prompt, max_new_tokens=min(new_tokens, _WARMUP_TOKENS), drafts=drafts)
         return cls(
             {r: generator.generate(encoded, max_new_tokens=new_tokens, drafts=drafts) for r, encoded in prompts.items()}
         )
@@ -88,7 +88,9 @@ class Timed:
         return 1e3 * tokens / milliseconds if milliseconds else math.nan
 
 
-def by_base_alone(generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int) -> Timed:
+def generate_with_base_alone(
+    generator: SpeculativeGenerator, written: Continuations, *, new_tokens: int, timed: int
+) -> Timed:
     """The texts of ``timed`` prompts, the workloads in turn, those that can be drafted first."""
     queues = [sorted(rows, key=lambda row: not written.texts[row].anchors) for rows in written.workloads.values()]
     chosen = [row for turn in zip_longest(*queues) for row in turn if row is not None][:timed]
@@ -124,14 +126,14 @@ def measure_worth(
             longest = worth[str(what.most)]
             ratio = (longest.draft_ms or 0.0) / longest.depth / longest.verify_ms if longest.verify_ms else 0.0
             what = replace(what, cost_ratio=ratio)
-        walks = walked(what, standing(what, agreement, along), written, new_tokens)
-        worth[name] = _worth(name, what, walks, Timed.of(generator, prompts, what, new_tokens), alone)
+        walks = walk_rounds(what, count_accepted_drafts(what, agreement, along), written, new_tokens)
+        worth[name] = _summarize_worth(name, what, walks, Timed.of(generator, prompts, what, new_tokens), alone)
     return worth
 
 
-def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[TextPlace, int]:
+def count_accepted_drafts(what: Drafts, agreement: Agreement, along: Agreement | None) -> dict[TextPlace, int]:
     """How many drafts of a round stand, by the place where it begins; arguments as of :func:`measure_worth`."""
-    depth = deepest_tree(what).depth
+    depth = build_deepest_tree(what).depth
     if isinstance(what, DraftTree):
         assert along is not None
         agreement = along
@@ -142,13 +144,13 @@ def standing(what: Drafts, agreement: Agreement, along: Agreement | None) -> dic
     return dict(zip(places, stands, strict=True))
 
 
-def best_of(worth: Mapping[str, Worth]) -> str:
+def choose_best_chain(worth: Mapping[str, Worth]) -> str:
     """Of the chains, the one that is predicted to be worth most; of those that tie, the shortest."""
     chains = {name: (row.predicted_speedup or 0.0, -row.drafts) for name, row in worth.items() if not row.tree}
     return max(chains, key=lambda name: chains[name])
 
 
-def walked(
+def walk_rounds(
     what: Drafts, stands: Mapping[TextPlace, int], written: Continuations, new_tokens: int
 ) -> list[list[tuple[int, int]]]:
     """By text, the rounds of the greedy loop that draft anything, as (drafted, accepted).
@@ -156,7 +158,7 @@ def walked(
     Each begins where the one before ended; ``stands`` says how many drafts stand where one begins.
     """
     walks = []
-    deepest = deepest_tree(what).depth
+    deepest = build_deepest_tree(what).depth
     for index in written.usable:
         text = written.texts[index]
         walk: list[tuple[int, int]] = []
@@ -175,9 +177,11 @@ def walked(
     return walks
 
 
-def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed) -> Worth:
+def _summarize_worth(
+    name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], timed: Timed, alone: Timed
+) -> Worth:
     """Of rounds along all texts, by text; and of the few texts ``timed`` with drafts and by the base ``alone``."""
-    tree = deepest_tree(what)
+    tree = build_deepest_tree(what)
     rounds = list(chain.from_iterable(walks))
     by_text = [sum(accepted for _, accepted in walk) for walk in walks]
     # Over the depth it is a share, which the interval wants.
@@ -194,9 +198,9 @@ def _worth(name: str, what: Drafts, walks: Sequence[Sequence[tuple[int, int]]], 
         accepted=sum(by_text),
         tokens_per_round=figure(tokens_per_round, len(rounds), interval and interval.scaled(tree.depth, 1.0)),
         same_text=sum(generation.tokens == alone.texts[row].tokens for row, generation in timed.texts.items()),
-        tokens_per_s=known(timed.tokens_per_s),
-        verify_ms=known(timed.verify_ms),
-        draft_ms=known(timed.draft_ms),
-        predicted_speedup=known(sooner),
-        measured_speedup=known(timed.tokens_per_s / alone.tokens_per_s),
+        tokens_per_s=nan_to_none(timed.tokens_per_s),
+        verify_ms=nan_to_none(timed.verify_ms),
+        draft_ms=nan_to_none(timed.draft_ms),
+        predicted_speedup=nan_to_none(sooner),
+        measured_speedup=nan_to_none(timed.tokens_per_s / alone.tokens_per_s),
     )

@@ -21,7 +21,7 @@ from mtp_extract.evaluation import intervals
 from mtp_extract.evaluation.intervals import (
     LEAST_TEXTS,
     Interval,
-    delta_bounds,
+    bound_difference,
     find_repeats,
     over_texts,
     ratio_bounds,
@@ -77,7 +77,7 @@ def differences(generator: np.random.Generator, texts: int, rate: float, icc: fl
 
 @pytest.mark.parametrize(
     ("draw", "bounds"),
-    [(shares, share_bounds), (lengths, share_bounds), (differences, delta_bounds)],
+    [(shares, share_bounds), (lengths, share_bounds), (differences, bound_difference)],
 )
 def test_intervals_contain_the_truth(draw: Callable[..., Drawn], bounds: Callable[..., tuple[Any, Any]]) -> None:
     """In 93 % of measurements at least, in each of 45 settings; and they shrink with texts."""
@@ -113,7 +113,7 @@ def test_few_texts_have_none() -> None:
     for sizes, there in ((few, False), ([*few, 0.0], False), (enough, True)):
         hits = [size / 3 for size in sizes]
         assert (over_texts(share_bounds, hits, sizes) is not None) == there
-        assert (over_texts(delta_bounds, hits, hits, sizes) is not None) == there
+        assert (over_texts(bound_difference, hits, hits, sizes) is not None) == there
         assert (over_texts(ratio_bounds, hits, sizes) is not None) == there
     assert over_texts(ratio_bounds, [0.0] * 5, [1.0] * 5) is None
     assert undecided(2) == "not decided: 2 texts, at least 5 are needed"
@@ -130,7 +130,7 @@ def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:
         assert over_texts(share_bounds, [0] * texts, [9] * texts) == pytest.approx((0, 1 - found.low))
         if texts == 20:
             assert f"reaches down to {100 * found.low:.0f} %" in FIGURES.read_text(encoding="utf-8")
-    alike, surer = (over_texts(delta_bounds, [0] * 20, [0] * 20, [500] * 20, level=level) for level in (0.95, 0.99))
+    alike, surer = (over_texts(bound_difference, [0] * 20, [0] * 20, [500] * 20, level=level) for level in (0.95, 0.99))
     assert alike and surer and surer.low < alike.low == -alike.high < -0.1
 
 
@@ -138,7 +138,7 @@ def test_more_hits_than_draws() -> None:
     """Or fewer than none, in one of the texts: they were counted wrong, and there is no interval."""
     for hits in ([2.0, 0, 0, 0, 1], [-1.0, 1, 1, 1, 1]):
         assert over_texts(share_bounds, hits, [1.0] * 5) is None
-    assert over_texts(delta_bounds, [1.0] * 5, [1.0] * 5, [1.0] * 5) is None
+    assert over_texts(bound_difference, [1.0] * 5, [1.0] * 5, [1.0] * 5) is None
 
 
 def test_a_text_counts_once() -> None:

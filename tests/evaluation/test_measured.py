@@ -15,14 +15,14 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.evaluation.agreement import (
     Acceptance,
-    acceptance_of,
     compare_acceptance,
+    compute_acceptance,
     estimate_difference,
     estimate_share,
-    figures,
+    summarize_agreement,
 )
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.intervals import delta_bounds, over_texts, share_bounds
+from mtp_extract.evaluation.intervals import bound_difference, over_texts, share_bounds
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
@@ -48,7 +48,7 @@ def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, conven
     drafter = FaultyDrafter(load_drafter(extracted), convention)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     results = [generator.generate(prompt, max_new_tokens=50, drafts=K) for prompt in PROMPTS]
-    measured = acceptance_of(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
+    measured = compute_acceptance(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
     for index, result in enumerate(results):
         accepted, own = whole_rounds(result), measured.of([index])
         assert (own.advance[own.begins == 1] - 1).tolist() == accepted
@@ -116,7 +116,7 @@ def test_differences_by_hand() -> None:
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
 
     def of(drafts: list[list[int]]) -> Acceptance:
-        return acceptance_of(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).long()))
+        return compute_acceptance(Agreement(text, anchor, torch.tensor(drafts), targets, torch.zeros(4, 2).long()))
 
     before, after = of([[1, 9], [9, 2], [1, 2], [1, 2]]), of([[1, 2], [9, 2], [1, 9], [9, 9]])
     assert before.teacher_forced == pytest.approx(1 + (1 + 0 + 2) / 3)
@@ -127,9 +127,9 @@ def test_an_interval_stays_within_what_can_be() -> None:
     """Few texts that differ much say little: not that a round of 3 drafts may have -5 or 13 tokens."""
     targets, text = torch.ones(24, 3, dtype=torch.long), torch.arange(6).repeat_interleave(4)
     found = Agreement(text, torch.arange(24), targets * (text >= 3)[:, None], targets, 0 * targets)
-    low, high = figures(found).teacher_forced.ci95 or (0, 0)
+    low, high = summarize_agreement(found).teacher_forced.ci95 or (0, 0)
     assert 1 < low < 1.6 and 3.4 < high < 4
-    assert figures(found.of(range(4))).teacher_forced.ci95 is None
+    assert summarize_agreement(found.of(range(4))).teacher_forced.ci95 is None
 
 
 def test_an_interval_of_a_mean_is_over_texts() -> None:
@@ -142,4 +142,4 @@ def test_an_interval_of_a_mean_is_over_texts() -> None:
     assert repeated.ci95 == pytest.approx(found.ci95, abs=0.08)
     assert estimate_share(torch.arange(4).repeat_interleave(5), torch.ones(20)) == Figure(1, 20, None)
     gap = estimate_difference(torch.arange(6), values - 0.5)
-    assert gap == over_texts(delta_bounds, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
+    assert gap == over_texts(bound_difference, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)

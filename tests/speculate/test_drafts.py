@@ -14,7 +14,13 @@ from helpers.random_pairs import random_base, random_drafter
 
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.speculate import drafts
-from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree, RunningLength, best_draft_length, expected_tokens
+from mtp_extract.speculate.drafts import (
+    AdaptiveDrafts,
+    DraftTree,
+    RunningLength,
+    choose_draft_length,
+    compute_expected_tokens,
+)
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 
@@ -34,8 +40,8 @@ def test_a_tree_by_its_widths() -> None:
     tree = DraftTree.parse("3x2x1")
     assert (tree.drafts, tree.depth, tree.width) == (3 + 6 + 6, 3, 3)
     assert tree.parents == [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]
-    assert tree.to_depth(2) == DraftTree.parse("3x2")
-    assert tree.to_depth(9) == tree
+    assert tree.crop_to_depth(2) == DraftTree.parse("3x2")
+    assert tree.crop_to_depth(9) == tree
     assert DraftTree.parse("1x1").sees == [[True, False, False], [True, True, False], [True, True, True]]
 
 
@@ -84,7 +90,7 @@ def test_the_way_down_is_the_base_s() -> None:
         path, expected = tuple[int, ...](), [0]
         while (path := (*path, choices[expected[-1]])) in PATHS:
             expected.append(PATHS.index(path))
-        assert TREE.followed(tokens, choices) == expected
+        assert TREE.find_accepted_path(tokens, choices) == expected
         lengths.add(len(expected))
     assert lengths == {1, 2, 3, 4}
 
@@ -120,23 +126,25 @@ def test_examples() -> None:
     [(1, 0.8, 1.80), (2, 0.8, 2.44), (3, 0.8, 2.95), (4, 0.8, 3.36), (3, 0.5, 1.88), (3, 0.9, 3.44)],
 )
 def test_table_of_expected_tokens(drafts: int, acceptance: float, tokens: float) -> None:
-    assert expected_tokens([acceptance] * drafts) == pytest.approx(tokens, abs=0.006)
-    assert expected_tokens([acceptance] * drafts) == pytest.approx((1 - acceptance ** (drafts + 1)) / (1 - acceptance))
+    assert compute_expected_tokens([acceptance] * drafts) == pytest.approx(tokens, abs=0.006)
+    assert compute_expected_tokens([acceptance] * drafts) == pytest.approx(
+        (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+    )
 
 
 def test_best_draft_length() -> None:
-    assert best_draft_length([0.95, 0.9, 0.4, 0.9], draft_cost=0.3) == 2
-    assert best_draft_length([0.9] * 6, draft_cost=0) == 6
-    assert best_draft_length([0.9] * 6, draft_cost=2.0) == 0
+    assert choose_draft_length([0.95, 0.9, 0.4, 0.9], draft_cost=0.3) == 2
+    assert choose_draft_length([0.9] * 6, draft_cost=0) == 6
+    assert choose_draft_length([0.9] * 6, draft_cost=2.0) == 0
 
 
 def test_ends() -> None:
-    assert expected_tokens([0.0] * 5) == 1
-    assert expected_tokens([1.0] * 5) == 6
-    assert expected_tokens([]) == 1
-    assert expected_tokens([0.0, math.nan]) == 1, "no rate where nothing came to it"
-    assert expected_tokens([0.5, 0.0, math.nan]) == 1.5
-    assert math.isnan(expected_tokens([0.5, math.nan]))
+    assert compute_expected_tokens([0.0] * 5) == 1
+    assert compute_expected_tokens([1.0] * 5) == 6
+    assert compute_expected_tokens([]) == 1
+    assert compute_expected_tokens([0.0, math.nan]) == 1, "no rate where nothing came to it"
+    assert compute_expected_tokens([0.5, 0.0, math.nan]) == 1.5
+    assert math.isnan(compute_expected_tokens([0.5, math.nan]))
 
 
 def test_adaptive_length_follows_acceptance() -> None:

@@ -7,7 +7,7 @@ import torch
 from helpers.stepping import teacher_forced_by_stepping
 
 from mtp_extract.errors import PairError
-from mtp_extract.evaluation.agreement import figures, measure_agreements
+from mtp_extract.evaluation.agreement import measure_agreements, summarize_agreement
 from mtp_extract.evaluation.base_texts import Continuations
 from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.io.typed import Figure
@@ -41,7 +41,9 @@ def test_order_and_batches_change_nothing(
 def test_figures_by_hand() -> None:
     drafts = torch.tensor([[1, 2], [1, 9], [9, 2], [1, 2]])
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
-    found = figures(Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[4, 5]] * 4)))
+    found = summarize_agreement(
+        Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[4, 5]] * 4))
+    )
     first, second = found.steps
     assert (first.top1.value, first.top1.n) == (3 / 4, 4)
     assert (first.top5.value, second.top5.value) == (1, 0)
@@ -64,4 +66,4 @@ def test_a_text_that_repeats_another_is_not_counted(
     """Neither in shares and lengths, nor in their intervals."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
     assert continuations.usable == twice.usable == list(range(7))
-    assert figures(measured(generator, continuations)) == figures(measured(generator, twice))
+    assert summarize_agreement(measured(generator, continuations)) == summarize_agreement(measured(generator, twice))

@@ -21,8 +21,8 @@ from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.controls import CONTROLS, compare_with_control, draft_together
-from mtp_extract.validation.page import controls as table_of
-from mtp_extract.validation.result import Validation, concluded
+from mtp_extract.validation.page import build_controls_table as table_of
+from mtp_extract.validation.result import Validation, conclude
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -169,7 +169,7 @@ def test_the_base_reads_a_batch_once(
 
 def placed(validation: Validation, **standings: str) -> Validation:
     controls = [structs.replace(r, standing=standings.get(r.name, "below")) for r in validation.controls]
-    return concluded(structs.replace(validation, controls=controls))
+    return conclude(structs.replace(validation, controls=controls))
 
 
 def test_verdict_points_at_a_suspect_only_above(validation: Validation) -> None:

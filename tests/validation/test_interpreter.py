@@ -28,14 +28,21 @@ from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import (
     XNNPACK_SLOTS,
     Parity,
-    decoded,
-    encoded,
-    in_floats,
-    interpreted,
+    convert_to_floats,
+    decode_output,
+    encode_input,
     measure_parity,
     needs_reference_kernels,
+    run_interpreter,
 )
-from mtp_extract.validation.parity import Apart, Outputs, allowed_difference, apart, cache_inputs, random_inputs
+from mtp_extract.validation.parity import (
+    OutputDifference,
+    Outputs,
+    compare_outputs,
+    compute_allowed_difference,
+    draw_inputs,
+    list_cache_inputs,
+)
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
 
@@ -44,11 +51,11 @@ from mtp_extract.validation.run import run_validation
 def test_codes_are_rounded_and_clipped(dtype: type) -> None:
     limit = 1 << (8 * np.dtype(dtype).itemsize - 1)
     detail = {"name": "kv_cache_k", "dtype": dtype, "quantization": (0.5, 3)}
-    codes = encoded(np.array([0.25, 0.75, -0.25, 1e9, -1e9], np.float32), detail)
+    codes = encode_input(np.array([0.25, 0.75, -0.25, 1e9, -1e9], np.float32), detail)
     assert (codes.tolist(), codes.dtype) == ([3, 5, 3, limit - 1, -limit], dtype)
-    assert decoded(np.array([[5]], dtype), detail).tolist() == [1.0]
+    assert decode_output(np.array([[5]], dtype), detail).tolist() == [1.0]
     with pytest.raises(UnsupportedError, match="kv_cache_k holds integers without a scale"):
-        encoded(np.zeros(1, np.float32), {**detail, "quantization": (0.0, 0)})
+        encode_input(np.zeros(1, np.float32), {**detail, "quantization": (0.0, 0)})
 
 
 def measured(source: Shard, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
@@ -84,8 +91,10 @@ def test_the_sample_agrees(drafter: MtpDrafter, source: Shard, seed: int) -> Non
     ],
 )
 def test_what_agrees(nearby: float, everywhere: float, correlation: float, agrees: bool) -> None:
-    rough = Apart(0.1, 0.1, correlation, 16)
-    found = Parity(Apart(nearby, 0.0, 1.0, 16), Apart(0.0, everywhere, 1.0, 16), rough, 1e-5, 1e-4)
+    rough = OutputDifference(0.1, 0.1, correlation, 16)
+    found = Parity(
+        OutputDifference(nearby, 0.0, 1.0, 16), OutputDifference(0.0, everywhere, 1.0, 16), rough, 1e-5, 1e-4
+    )
     assert found.agrees == agrees
 
 
@@ -112,12 +121,12 @@ def test_both_kernels_make_the_same_codes(name: str, monkeypatch: pytest.MonkeyP
     """INT8 caches and activations, INT4 codes down to -8, which LiteRT's third kernels take for another number."""
     with mtp_extract.open(variant(name)) as opened:
         source = opened.drafter()
-        xnnpack = interpreted(source, random_inputs(source, 16), floats=False)
+        xnnpack = run_interpreter(source, draw_inputs(source, 16), floats=False)
         monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
-        reference = interpreted(source, random_inputs(source, 16), floats=False)
+        reference = run_interpreter(source, draw_inputs(source, 16), floats=False)
     states = [np.array_equal(ours[1], theirs[1]) for ours, theirs in zip(reference, xnnpack, strict=True)]
     assert sum(states) >= 12  # two codes may be as near
-    assert apart(reference, xnnpack).correlation > 0.998
+    assert compare_outputs(reference, xnnpack).correlation > 0.998
 
 
 def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
@@ -126,22 +135,22 @@ def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
     """INT8's -128 against float activations, for which they compute -(-128) in 8 bits; XNNPACK reads it right."""
     spec = DrafterSpec(hidden=64, ffn=128, head_dim=16, backbone=64, vocab=64, cache=64, lowest_code=-128)
     with plain_source(tmp_path, spec) as source:
-        xnnpack = interpreted(source, random_inputs(source, 8), floats=False)
+        xnnpack = run_interpreter(source, draw_inputs(source, 8), floats=False)
         monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
-        reference = interpreted(source, random_inputs(source, 8), floats=False)
+        reference = run_interpreter(source, draw_inputs(source, 8), floats=False)
         assert measured(source).agrees
-    assert apart(reference, xnnpack).correlation > 0.99
+    assert compare_outputs(reference, xnnpack).correlation > 0.99
 
 
 def test_codes_of_a_cache_are_exact() -> None:
     """Both programs are given the same numbers: what differs as it is are activations alone."""
     with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
         source = opened.drafter()
-        for inputs in random_inputs(source, 4):
-            for name in {name for pair in cache_inputs(source).values() for name, _ in pair}:
+        for inputs in draw_inputs(source, 4):
+            for name in {name for pair in list_cache_inputs(source).values() for name, _ in pair}:
                 known = source.walk.caches[name].quantization
                 assert known is not None
-                codes = encoded(inputs[name], {"dtype": np.int8, "quantization": (float(known.scale[0]), 0)})
+                codes = encode_input(inputs[name], {"dtype": np.int8, "quantization": (float(known.scale[0]), 0)})
                 assert np.array_equal(codes * known.scale[0], inputs[name])
                 assert np.unique(codes).size > 25
 
@@ -182,17 +191,17 @@ def test_short_caches_are_left_to_the_kernels_of_litert_lm(tmp_path: Path, slots
 
 def test_the_tolerance_grows_with_what_is_summed_and_with_the_angle() -> None:
     unit = 2.0**-24
-    assert allowed_difference(256, 0) == pytest.approx(160 * unit)
-    assert allowed_difference(1, 0) == allowed_difference(256, 0)
-    assert allowed_difference(25600, 0) == pytest.approx(1600 * unit)
-    assert allowed_difference(256, 1000) == pytest.approx(2160 * unit)
+    assert compute_allowed_difference(256, 0) == pytest.approx(160 * unit)
+    assert compute_allowed_difference(1, 0) == compute_allowed_difference(256, 0)
+    assert compute_allowed_difference(25600, 0) == pytest.approx(1600 * unit)
+    assert compute_allowed_difference(256, 1000) == pytest.approx(2160 * unit)
 
 
 @pytest.mark.parametrize("backbone", [8, 2560])
 @pytest.mark.parametrize(("share", "agrees"), [(0.0, True), (0.4, True), (1.6, False)])
 def test_a_fault_is_found_just_above_the_tolerance(tmp_path: Path, backbone: int, share: float, agrees: bool) -> None:
     """The projected state too large, by a share of what is allowed at its size."""
-    allowed, name = allowed_difference(2 * backbone, 15), "post_projection.weight"
+    allowed, name = compute_allowed_difference(2 * backbone, 15), "post_projection.weight"
     with plain_source(tmp_path, DrafterSpec(backbone=backbone)) as source:
         drafter = drafter_of(source)
         # The largest number is half of its range, more or less.
@@ -264,7 +273,7 @@ def theirs() -> list[Outputs]:
     """What the interpreter computes of the sample in floats."""
     with mtp_extract.open(first_bundle()) as opened:
         source = opened.drafter()
-        return interpreted(source, random_inputs(source, 16, quiet=True), floats=True)
+        return run_interpreter(source, draw_inputs(source, 16, quiet=True), floats=True)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -272,7 +281,7 @@ def test_a_planted_fault_is_refuted(
     drafter: MtpDrafter, source: Shard, theirs: list[Outputs], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What it computes as it is says nothing here.
-    monkeypatch.setattr(interpreter, "interpreted", lambda source, steps, floats: theirs[: len(list(steps))])
+    monkeypatch.setattr(interpreter, "run_interpreter", lambda source, steps, floats: theirs[: len(list(steps))])
     found = measured(source, FAULTS[name](drafter))
     assert found.nearby.worst > found.nearby_allowed or found.in_floats.worst > found.allowed
 
@@ -323,7 +332,7 @@ def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
         builder = flatbuffers.Builder(1 << 20)
         builder.Finish(moved.Pack(builder), b"TFL3")
         at = len(builder.Output())
-    assert in_floats(model_of(bytes(builder.Output()) + behind)) == in_floats(source.model)
+    assert convert_to_floats(model_of(bytes(builder.Output()) + behind)) == convert_to_floats(source.model)
 
 
 def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:

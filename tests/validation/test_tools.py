@@ -128,13 +128,13 @@ def test_the_releases_are_those_that_are_asked_for() -> None:
 def test_an_interpreter_that_computes_another_thing(
     drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = interpreter.interpreted
+    own = interpreter.run_interpreter
 
     def wrong(*arguments: Any, **named: Any) -> Any:
         return [(np.ascontiguousarray(logits[::-1]), state) for logits, state in own(*arguments, **named)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(interpreter, "interpreted", wrong)
+        patched.setattr(interpreter, "run_interpreter", wrong)
         found = check_interpreter(drafter, source, samples=1)
     assert found.passed is None
     assert found.evidence.startswith("it fails with a drafter that is known to be right, too: ")

@@ -31,9 +31,9 @@ from mtp_extract.report.files import REPORT_FILES
 from mtp_extract.report.page import as_html, plain_json
 from mtp_extract.speculate.target import Base
 from mtp_extract.validation import worth as worth_module
-from mtp_extract.validation.page import page_of, page_tables, write_validation
+from mtp_extract.validation.page import build_tables, page_of, write_validation
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import Validation, concluded
+from mtp_extract.validation.result import Validation, conclude
 from mtp_extract.validation.run import run_validation
 
 # They share the pair, and a whole validation of it.
@@ -49,7 +49,7 @@ TREES = ("3x2", "2x1x1")
 
 def changed(found: Validation, **parts: Any) -> Validation:
     """With these parts, and the verdict that they lead to."""
-    return concluded(structs.replace(found, **parts))
+    return conclude(structs.replace(found, **parts))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_what_was_measured_until_it_ends_is_told(
         else "Not measured: how well it drafts for a base (it ended before that)"
     )
     assert words in found.verdict
-    titles = [table.title for table in page_tables(found)]
+    titles = [table.title for table in build_tables(found)]
     assert ("What drafting is worth" in titles) is bool(measured)
     assert "Acceptance by draft step" in titles
     as_html(page_of(found))
@@ -176,7 +176,7 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
 def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validation) -> None:
     only_source = run_validation(dataclasses.replace(plan, base=None, prompts=None))
     assert only_source.verdict.endswith(" Not measured: how well it drafts for a base (it was run beside none).")
-    assert [table.title for table in page_tables(only_source)] == ["Is it the drafter of the file?"]
+    assert [table.title for table in build_tables(only_source)] == ["Is it the drafter of the file?"]
     no_source = changed(validation, source=None, checks=[])
     assert no_source.verdict.startswith(
         "Not verified: that this is the function of a .litertlm file (it was compared with none). Measured: "
@@ -287,7 +287,7 @@ def test_the_report_of_two(beside: Validation, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     validator("report")(report)
     assert report["settings"]["trees"] == list(TREES)
-    shown = {table.title: table for table in page_tables(beside)}
+    shown = {table.title: table for table in build_tables(beside)}
     assert shown["Acceptance by draft step"].columns[-2:] == ["accepted %", "faulty: accepted %"]
     assert shown["Acceptance by workload"].columns[-2:] == ["faulty: teacher-forced tokens per round", "to the first"]
     assert all(len(row) == len(table.columns) for table in shown.values() for row in table.rows)

@@ -12,8 +12,16 @@ from mtp_extract.speculate.drafts import AdaptiveDrafts
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.teacher import Agreement
 from mtp_extract.validation.plan import ValidationPlan
-from mtp_extract.validation.result import drafts_of
-from mtp_extract.validation.worth import Timed, Worth, best_of, by_base_alone, measure_worth, standing, walked
+from mtp_extract.validation.result import describe_drafts
+from mtp_extract.validation.worth import (
+    Timed,
+    Worth,
+    choose_best_chain,
+    count_accepted_drafts,
+    generate_with_base_alone,
+    measure_worth,
+    walk_rounds,
+)
 
 # They share the pair, and a whole validation of it.
 pytestmark = pytest.mark.xdist_group("validation")
@@ -22,7 +30,7 @@ NEW_TOKENS = 24  # As the continuations were made.
 PLANS = {
     "1": 1,
     "4": 4,
-    **ValidationPlan(None, sample=True, draft_steps=(4,), trees=("1x1x1x1", "3x2x1", "adaptive")).wanted,
+    **ValidationPlan(None, sample=True, draft_steps=(4,), trees=("1x1x1x1", "3x2x1", "adaptive")).drafts_by_name,
 }
 
 
@@ -35,7 +43,7 @@ def drafted(generator: SpeculativeGenerator, continuations: Continuations) -> li
 
 @pytest.fixture(scope="module")
 def alone(generator: SpeculativeGenerator, continuations: Continuations) -> Timed:
-    return by_base_alone(generator, continuations, new_tokens=NEW_TOKENS, timed=3)
+    return generate_with_base_alone(generator, continuations, new_tokens=NEW_TOKENS, timed=3)
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +59,13 @@ def test_rounds_are_those_of_the_loop(
     """Of every text, chain and tree: what generating it drafts and accepts, round by round; of repeats nothing."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
     for what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.values():
-        stands = standing(what, *drafted)
-        walks = walked(what, stands, continuations, NEW_TOKENS)
+        stands = count_accepted_drafts(what, *drafted)
+        walks = walk_rounds(what, stands, continuations, NEW_TOKENS)
         for index, walk in zip(continuations.usable, walks, strict=True):
             prompt = continuations.texts[index].prompt
             made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=what)
             assert walk == [(r.drafted, r.accepted) for r in made.rounds if r.drafted]
-        assert walked(what, stands, twice, NEW_TOKENS) == walks
+        assert walk_rounds(what, stands, twice, NEW_TOKENS) == walks
 
 
 def test_counts(worth: dict[str, Worth], alone: Timed, continuations: Continuations) -> None:
@@ -71,10 +79,10 @@ def test_counts(worth: dict[str, Worth], alone: Timed, continuations: Continuati
         assert length.tokens_per_round.n == length.rounds
         assert length.drafted <= length.depth * length.rounds
     chains = {name: length.predicted_speedup or 0.0 for name, length in worth.items() if name in ("1", "4")}
-    assert chains[best_of(worth)] == max(chains.values())
+    assert chains[choose_best_chain(worth)] == max(chains.values())
     assert [(w.drafts, w.depth) for w in worth.values()] == [(1, 1), (4, 4), (4, 4), (15, 3), (4, 4)]
     assert [w.tree for w in worth.values()] == [None, None, "1x1x1x1", "3x2x1", "adaptive"]
-    assert [drafts_of(*item) for item in worth.items()][-2:] == ["tree 3x2x1", "adaptive chain"]
+    assert [describe_drafts(*item) for item in worth.items()][-2:] == ["tree 3x2x1", "adaptive chain"]
 
 
 def test_a_tree_that_is_a_chain_does_what_the_chain_does(worth: dict[str, Worth]) -> None:
