@@ -15,10 +15,10 @@ _TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, 
 
 
 def extract_text(content: Any) -> str:
-    """The text of a message's ``content``: a string, or a list of parts; of null, as beside a tool's call, it is empty.
+    """Return the text of a message's ``content``: a string, a list of parts, or null (beside a tool call), which is "".
 
-    Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string. ValueError for
-    a part that is no text, such as an image; the message names its type.
+    Parts are joined by a line break, as vLLM and llama.cpp join them for a template that wants a string. Raise
+    ValueError, which names the type, if a part is not text but an image, say.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -35,7 +35,7 @@ def extract_text(content: Any) -> str:
 
 
 class Codec:
-    """The base's tokenizer; with None prompts are token ids, and results have no text."""
+    """Encode and decode with the base's tokenizer; without one, prompts are token ids and results have no text."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -43,18 +43,17 @@ class Codec:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompt: PromptInput, *, chat_template: bool = False) -> tuple[int, ...]:
-        """Token ids of ``prompt``.
+        """Return the token ids of ``prompt``.
 
-        Ids are taken as given. Text begins with the BOS token, whether or not the tokenizer puts it there. With
-        ``chat_template`` text is what a user says in a chat, where there is one. Messages are written by it.
+        Token ids stay as they are. Text gets the BOS token in front if the tokenizer does not add it; with
+        ``chat_template`` it becomes a user's message, if the tokenizer has a template. Messages always go through it.
 
         Raises:
-            PairError: text without a tokenizer, messages that no template takes, an empty prompt, or a token that the
-                base does not have.
+            PairError: text without a tokenizer, messages that the chat template does not take, an empty prompt, or a
+                token that the base does not have.
         """
         if isinstance(prompt, str) and chat_template and self.has_template:
             prompt = [{"role": "user", "content": prompt}]
@@ -71,13 +70,13 @@ class Codec:
         return tokens
 
     def continued(self, text: str) -> tuple[int, ...]:
-        """Token ids of text that goes on after other text: no BOS token is added; PairError as of :meth:`encode`."""
+        """Return the token ids of text that continues other text, without a BOS token; PairError as :meth:`encode`."""
         if self.tokenizer is None:
             raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")
         return self._check_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str | None:
-        """Text of generated tokens, special ones left out; None without a tokenizer."""
+        """Return the text of generated tokens without special tokens; None without a tokenizer."""
         return None if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _apply_template(self, messages: Sequence[Any]) -> str:
@@ -89,15 +88,15 @@ class Codec:
         try:
             chat = [{**message, "content": extract_text(message.get("content"))} for message in messages]
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             reason = escape(str(error).split("\n")[0])
             raise PairError(f"expected messages that the base's chat template takes, found: {reason}") from error
 
     def _check_ids(self, ids: Sequence[Any]) -> tuple[int, ...]:
         tokens = tuple(map(index, ids))
-        if odd := [token for token in tokens if not 0 <= token < self._vocab_size]:
+        if unknown := [token for token in tokens if not 0 <= token < self._vocab_size]:
             raise PairError(
-                f"expected tokens below {self._vocab_size}, found {odd[0]}, which the base does not embed. Leave out "
-                "text with that token, or give the base's own tokenizer."
+                f"expected tokens below {self._vocab_size}, found {unknown[0]}, which the base does not embed. Leave "
+                "out text with that token, or give the base's own tokenizer."
             )
         return tokens

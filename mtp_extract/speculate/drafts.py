@@ -1,7 +1,7 @@
-"""What is drafted in a round, and what a round yields: a chain of K drafts, a chain whose K is adapted, or a tree.
+"""Shapes of the drafts of a round: a chain of K drafts, a chain whose K is adapted, or a tree; and what a round yields.
 
-A chain is a tree with one draft for each place. The *conditional* acceptance of a step is the probability that its
-draft is accepted given that all before it were. A round adds one token more than it accepts: the base's own.
+A chain is a tree with one draft per position. The *conditional* acceptance of a step is the probability that its draft
+is accepted given that all drafts before it were. A round adds its accepted drafts and one token of the base.
 """
 
 from __future__ import annotations
@@ -16,55 +16,58 @@ from itertools import takewhile
 from mtp_extract.errors import MtpExtractError, PlanError, escape
 
 _MOST_DRAFTS = 1024
-_FIRST_LENGTH = 4  # the first K that is adapted
-_PRIOR_ROUNDS = 4.0  # rounds that every step is taken to have seen
-_PRIOR_RATE = 0.7  # the acceptance of every step at first
-_DECAY = 0.95  # weight that a past round keeps with each new one
+_FIRST_LENGTH = 4  # K of the first round of an adaptive chain
+_PRIOR_ROUNDS = 4.0  # weight of the prior, in rounds
+_PRIOR_RATE = 0.7  # conditional acceptance of every step before any round
+_DECAY = 0.95  # each round multiplies the weight of all earlier rounds by this
 
 
 @dataclass(frozen=True)
 class DraftTree:
     """A tree of the same shape in every round, whose drafts are all verified in one forward of the base.
 
-    Nodes are numbered level by level, the pending token first; those after one node, the likeliest first.
+    Nodes are numbered level by level, the pending token first, and the children of a node by falling likelihood.
 
     >>> DraftTree.parse("2x1").parents
     [-1, 0, 0, 1, 2]
     """
 
-    widths: tuple[int, ...]  # of each step, the drafts after every draft of the step before; none drafts nothing
+    widths: tuple[int, ...]  # by step, the children of each node of the step before; () drafts nothing
 
     @classmethod
     def parse(cls, text: str) -> DraftTree:
-        """``4x2x1``: four drafts after the pending token, two after each of these, one after each of those.
+        """Parse ``4x2x1``: four drafts after the pending token, two after each of these, one after each of those.
 
-        PlanError for another notation, or too large a tree.
+        Raise PlanError for another notation or a tree of more than 1024 drafts.
         """
         is_tree = re.fullmatch("[1-9][0-9]{,3}(x[1-9][0-9]{,3}){,63}", text)
         tree = cls(tuple(map(int, text.split("x"))) if is_tree else ())
         if not 0 < tree.drafts <= _MOST_DRAFTS:
-            what = f"a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}"
-            raise PlanError(f"expected {what}. Give drafts after each draft.", remedies=("trees",))
+            raise PlanError(
+                f"expected a tree such as 4x2x1, of at most {_MOST_DRAFTS} drafts, found {escape(text)}. Give drafts "
+                "after each draft.",
+                remedies=("trees",),
+            )
         return tree
 
     @property
     def drafts(self) -> int:
-        """Drafts that the base verifies."""
+        """Number of drafts that the base verifies: Σ widths₁ ⋯ widths_d over the depths d."""
         return sum(math.prod(self.widths[:depth]) for depth in range(1, self.depth + 1))
 
     @property
     def depth(self) -> int:
-        """Draft steps."""
+        """Number of draft steps."""
         return len(self.widths)
 
     @property
     def width(self) -> int:
-        """Of the drafter's choices for one place, how many are looked at."""
+        """The most children of a node: how many of the drafter's likeliest tokens are drafted for one position."""
         return max(self.widths, default=1)
 
     @cached_property
     def parents(self) -> list[int]:
-        """Of every node, the node it comes after; -1 of the pending token."""
+        """The parent of each node; -1 for the pending token."""
         parents = [-1]
         level = range(1)
         for width in self.widths:
@@ -74,7 +77,7 @@ class DraftTree:
 
     @cached_property
     def sees(self) -> list[list[bool]]:
-        """[nodes][nodes]: whether the column's node is the row's node itself, or an ancestor of it."""
+        """[nodes][nodes]: whether the column's node is the row's node or an ancestor of it."""
         rows: list[list[bool]] = []
         for node, parent in enumerate(self.parents):
             rows.append([*rows[parent]] if node else [False] * len(self.parents))
@@ -82,25 +85,25 @@ class DraftTree:
         return rows
 
     def require_tokens(self, vocabulary: int) -> None:
-        """Raise MtpExtractError where a base with so many tokens has fewer choices for a place than this tree holds."""
+        """Raise MtpExtractError if the tree is wider than a base's ``vocabulary``."""
         if self.width > vocabulary:
             raise MtpExtractError(
-                f"expected at most {vocabulary} drafts for one place, as many as the base has tokens, found "
+                f"expected at most {vocabulary} drafts for one position, as many as the base has tokens, found "
                 f"{self.width}; make the tree narrower",
                 remedies=("trees",),
             )
 
     def crop_to_depth(self, depth: int) -> DraftTree:
-        """The part that lies at most ``depth`` steps from the root."""
+        """Return the nodes that are at most ``depth`` steps from the root."""
         return self if depth >= self.depth else DraftTree(self.widths[:depth])
 
-    def stands(self, ranks: Sequence[int]) -> int:
-        """How many drafts stand where the base's next tokens have these ``ranks`` among the drafter's choices."""
+    def count_accepted(self, ranks: Sequence[int]) -> int:
+        """Count the drafts that are accepted if the base's next tokens have these ``ranks`` in the drafter's logits."""
         in_tree = (0 <= rank < width for rank, width in zip(ranks, self.widths, strict=False))
         return sum(1 for _ in takewhile(bool, in_tree))
 
     def find_accepted_path(self, tokens: Sequence[int], choices: Sequence[int]) -> list[int]:
-        """The accepted path of nodes, the root first, by each node's token and the base's choice after it."""
+        """Return the accepted nodes, root first, from the token of each node and the base's choice after each node."""
         path = [0]
         for node, parent in enumerate(self.parents):
             if parent == path[-1] and tokens[node] == choices[parent]:
@@ -112,7 +115,8 @@ class DraftTree:
 class AdaptiveDrafts:
     """A chain whose K, from 1 to ``most``, is chosen anew after every round.
 
-    With measured times the choice depends on the clock: greedy text does not, sampled text with a fixed seed does.
+    With measured times the choice depends on the clock. Greedy text does not change with it; sampled text does, even
+    with a fixed seed.
     """
 
     most: int = 8
@@ -120,20 +124,20 @@ class AdaptiveDrafts:
 
 
 Drafts = int | AdaptiveDrafts | DraftTree
-"""What is drafted a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
+"""Drafts of a round: a chain of K, a chain whose K is adapted, or a tree. 0 decodes with the base alone."""
 
 
 def build_deepest_tree(drafts: Drafts) -> DraftTree:
-    """The shape of a round where nothing is cut short."""
+    """Return the largest tree that a round may draft."""
     if isinstance(drafts, DraftTree):
         return drafts
     return DraftTree((1,) * (drafts.most if isinstance(drafts, AdaptiveDrafts) else drafts))
 
 
 def compute_expected_tokens(conditional: Sequence[float]) -> float:
-    """Mean tokens a round from per-step conditional acceptance: 1 + p₁ + p₁p₂ + … + p₁⋯p_K.
+    """Return the mean tokens per round, 1 + p₁ + p₁p₂ + … + p₁⋯p_K, from the conditional acceptance p of each step.
 
-    >>> expected_tokens([0.5, 0.5])
+    >>> compute_expected_tokens([0.5, 0.5])
     1.75
     """
     total = reached = 1.0
@@ -144,12 +148,12 @@ def compute_expected_tokens(conditional: Sequence[float]) -> float:
 
 
 def choose_draft_length(conditional: Sequence[float], *, draft_cost: float) -> int:
-    """The K from 0 to ``len(conditional)`` with the most tokens a unit of time; the smallest such K in a tie.
+    """Return the K from 0 to ``len(conditional)`` with the most tokens per unit of time; the smallest such K in a tie.
 
-    A round takes ``1 + K · draft_cost``: ``draft_cost`` is the time of a draft step over that of a forward of the base.
-    What a further token adds to that forward is small while memory bandwidth is the limit, and not counted.
+    K maximizes (1 + p₁ + … + p₁⋯p_K) / (1 + K · draft_cost), where ``draft_cost`` is the time of a draft step over the
+    time of a forward of the base. More tokens make that forward hardly slower while memory bandwidth is the limit.
 
-    >>> best_draft_length([0.8] * 8, draft_cost=0.1), best_draft_length([0.1] * 8, draft_cost=0.2)
+    >>> choose_draft_length([0.8] * 8, draft_cost=0.1), choose_draft_length([0.1] * 8, draft_cost=0.2)
     (6, 0)
     """
     gains = [compute_expected_tokens(conditional[:k]) / (1 + k * draft_cost) for k in range(len(conditional) + 1)]
@@ -157,22 +161,22 @@ def choose_draft_length(conditional: Sequence[float], *, draft_cost: float) -> i
 
 
 class RunningLength:
-    """The K of the next round, ``value``: :func:`choose_draft_length` of the running ``conditional`` acceptance.
+    """``value``, the K of the next round: :func:`choose_draft_length` of the running ``conditional`` acceptance.
 
-    The rate of a step that has seen few drafts is drawn towards that of all steps.
+    The rate of a step with few drafts is drawn towards the rate of all steps.
     """
 
     def __init__(self, policy: AdaptiveDrafts) -> None:
         self.value = min(_FIRST_LENGTH, policy.most)
         self.policy = policy
         self.conditional = [_PRIOR_RATE] * policy.most
-        self._tried = [0.0] * policy.most  # by step: rounds that judged its draft, older ones counting less
-        self._accepted = [0.0] * policy.most  # and those that accepted it
+        self._tried = [0.0] * policy.most  # by step: rounds that judged its draft, decayed
+        self._accepted = [0.0] * policy.most  # by step: rounds that accepted its draft, decayed
         self._step_ms = 0.0
         self._verify_ms = 0.0
 
     def observe(self, drafted: int, accepted: int, draft_ms: float, verify_ms: float) -> None:
-        """Learn from a round, of which all draft steps took ``draft_ms``."""
+        """Update ``value`` after a round; ``draft_ms`` is the time of all its draft steps together."""
         # A draft after a rejected one is not judged.
         judged = min(drafted, accepted + 1)
         for step in range(self.policy.most):
@@ -181,12 +185,12 @@ class RunningLength:
         self._step_ms = _DECAY * self._step_ms + (draft_ms / drafted if drafted else 0.0)
         self._verify_ms = _DECAY * self._verify_ms + verify_ms
 
-        # Each step's rate, as if it had also seen _PRIOR rounds with the rate of all steps.
+        # Shrinkage: rateᵢ = (acceptedᵢ + P · pooled) / (triedᵢ + P), with P prior rounds at the rate of all steps;
+        # pooled = (Σ accepted + P · prior rate) / (Σ tried + P).
         pooled = (sum(self._accepted) + _PRIOR_ROUNDS * _PRIOR_RATE) / (sum(self._tried) + _PRIOR_ROUNDS)
         for step in range(self.policy.most):
-            self.conditional[step] = (self._accepted[step] + _PRIOR_ROUNDS * pooled) / (
-                self._tried[step] + _PRIOR_ROUNDS
-            )
+            accepted_weight = self._accepted[step] + _PRIOR_ROUNDS * pooled
+            self.conditional[step] = accepted_weight / (self._tried[step] + _PRIOR_ROUNDS)
         self.value = max(1, choose_draft_length(self.conditional, draft_cost=self._measure_cost_ratio()))
 
     def _measure_cost_ratio(self) -> float:

@@ -20,13 +20,12 @@ from mtp_extract.speculate.drafts import DraftTree
 class Base:
     """A Gemma 4 model of transformers (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``).
 
-    Its attention implementation must be ``sdpa``, the default. Its body is called without its head, which runs only
-    where logits are needed.
+    Its attention implementation must be ``sdpa``, the default. The LM head runs only when logits are needed.
 
     Attributes:
-        device: where token ids go.
-        windows: layer type → the sliding window; None for full attention.
-        kv_providers: layer type → the last layer that computes its own K and V: those the drafter reads.
+        device: the device of the embedding, to which token ids go.
+        windows: layer type → sliding window; None for full attention.
+        kv_providers: layer type → the last layer that computes its own K and V, which the drafter reads.
 
     Raises:
         PairError: the model is not of that kind.
@@ -68,14 +67,14 @@ class Base:
         return [configured] if isinstance(configured, int) else configured or []
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., width]: the embedding of ``tokens`` [...], times sqrt(width), by Gemma 4's own module."""
+        """Embed ``tokens`` [...] as [..., width], times sqrt(width), with Gemma 4's own module."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens.to(self.device))
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """F32 [..., vocabulary], soft-capped like the base, of ``hidden`` [..., width] after the final norm.
+        """Return soft-capped logits, F32 [..., vocabulary], for ``hidden`` [..., width] after the final norm.
 
-        The cap is applied in the head's dtype, as transformers does, so that a BF16 argmax comes out the same.
+        The cap is applied in the head's dtype, as in transformers, so that a BF16 argmax comes out the same.
         """
         logits: Tensor = self.model.lm_head(hidden)
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
@@ -83,9 +82,9 @@ class Base:
         return logits.float().to(self.device)
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache for one text, from which the K and V of rejected drafts can be cropped.
+        """Build an empty cache for one text, from which K and V of rejected drafts can be cropped.
 
-        Sliding layers keep two slots more than the base looks at next, which the drafter's two conventions look at.
+        Sliding layers keep two slots more than the base needs, since the drafter's position conventions look at them.
         """
         cache = DynamicCache(config=self.config)
         cache.activate_past_recording()  # type: ignore[no-untyped-call]  # untyped in transformers
@@ -102,20 +101,21 @@ class Base:
         *,
         tree: DraftTree | None = None,
     ) -> BaseOutput:
-        """Run the base over whole texts or, with a cache, over the tokens that follow what is in it.
+        """Run the base over texts from their start or, with a cache, over the tokens that follow the cached ones.
 
         Args:
             tokens: int64 [batch, n], right-padded with anything: no token sees the padding.
-            layers: whose incoming hidden states to return; their number stands for what leaves the last.
-            cache: of one text; it then holds these tokens too, and :meth:`keep` is to follow.
-            tree: whose nodes the tokens are; in a chain, and without one, they follow one another.
+            layers: layers whose input states to return; the number of layers stands for the output of the last.
+            cache: the cache of one text, which then holds these tokens too; call :meth:`keep` next.
+            tree: the tree whose nodes the tokens are; without one they follow one another.
         """
-        before = 0 if cache is None else cache.get_seq_length()
-        positions = before + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        cached = 0 if cache is None else cache.get_seq_length()
+        positions = cached + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         masks = None
         if cache is not None and tree is not None and tree.width > 1:
             sees = torch.tensor(tree.sees, device=tokens.device)
-            positions = before + sees.sum(-1)[None] - 1
+            # A node sees itself and its ancestors, so their number less one is its depth.
+            positions = cached + sees.sum(-1)[None] - 1
             masks = self._build_tree_masks(cache, positions, sees)
 
         with self._collect_hidden_states(layers) as states:
@@ -134,7 +134,7 @@ class Base:
 
     @contextmanager
     def _collect_hidden_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Collects the hidden states that enter ``layers`` while the model runs, by layer."""
+        """Collect the hidden states that enter ``layers``, by layer, while the model runs."""
         decoder = self.model.get_decoder()
         modules = [*decoder.layers, decoder.norm]
         states: dict[int, Tensor] = {}
@@ -147,7 +147,7 @@ class Base:
             yield states
 
     def keep(self, cache: DynamicCache, fed: BaseOutput, accepted_path: Sequence[int]) -> BaseOutput:
-        """Of the tokens ``fed`` last keep those at ``accepted_path`` alone, as if they had followed one another."""
+        """Keep only the tokens at ``accepted_path`` of the tokens ``fed`` last, as if they had followed one another."""
         path = list(accepted_path)
         count = fed.tokens.shape[1]
 
@@ -159,38 +159,38 @@ class Base:
         return BaseOutput(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
 
     def _build_tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
-        """Layer type → what a node sees, bool [1, 1, nodes, slots]: all before the tree, of it what ``sees`` says."""
+        """Return a mask by layer type, bool [1, 1, nodes, slots]: nodes see all earlier slots, and each other by ``sees``."""
         nodes = len(sees)
         length = cache.get_seq_length()
         masks = {}
         for kind, window in self.windows.items():
             layer: Any = cache.layers[self.kv_providers[kind]]
-            before = torch.arange(length - layer.get_mask_sizes(nodes)[0] + nodes, length, device=sees.device)
-            visible = torch.cat((sees.new_ones(nodes, len(before)), sees), dim=1)
+            cached = torch.arange(length - layer.get_mask_sizes(nodes)[0] + nodes, length, device=sees.device)
+            visible = torch.cat((sees.new_ones(nodes, len(cached)), sees), dim=1)
             if window is not None:
-                visible &= torch.cat((before, positions[0])) > positions[0][:, None] - window
+                visible &= torch.cat((cached, positions[0])) > positions[0][:, None] - window
             masks[kind] = visible[None, None]
         return masks
 
 
 def _crop(cache: DynamicCache, path: Sequence[int], count: int) -> None:
-    """Of the last ``count`` slots of every layer keep those at ``path``, in that order."""
+    """Keep only those of the last ``count`` slots of every layer that are at ``path``, in that order."""
     order = list(dict.fromkeys((*path, *range(count))))
     layers: list[Any] = cache.layers
     for layer in layers:
         if layer.keys is None:
-            continue  # it shares K and V of a layer before it: transformers 5.24 keeps an empty place for it
+            continue  # a layer that shares K and V of an earlier one: transformers 5.24 has an empty entry for it
         if order != sorted(order):
-            # Slots of the path move before the others, which are then cropped.
-            before = layer.keys.shape[2] - count
-            slots = [*range(before), *(before + node for node in order)]
+            # Slots of the path move in front of the others, which are then cropped.
+            start = layer.keys.shape[2] - count
+            slots = [*range(start), *(start + node for node in order)]
             layer.keys = layer.keys[:, :, slots]
             layer.values = layer.values[:, :, slots]
         layer.crop(len(path) - count)
 
 
 def _read_windows(config: Any) -> dict[str, int | None]:
-    """Layer type → the sliding window, of the types that ``config`` has; PairError where it has another type."""
+    """Return the sliding window of each layer type, None for full attention; PairError for another type."""
     known_types = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     unknown = sorted(set(config.layer_types) - set(known_types))
     if unknown:
@@ -200,21 +200,21 @@ def _read_windows(config: Any) -> dict[str, int | None]:
 
 @torch.inference_mode()
 def check_pair(base: Base, drafter: Drafter) -> None:
-    """Raise PairError where ``base`` cannot give what ``drafter`` needs: vocabulary, width, layers, or K and V."""
-    for what, expected, actual in compare_needs(base, drafter.needs):
+    """Raise PairError if vocabulary, width, layers, or K and V of ``base`` are not what ``drafter`` needs."""
+    for requirement, expected, actual in compare_needs(base, drafter.needs):
         if expected != actual:
             raise PairError(
-                f"expected a base with {what} {expected}, found {actual}. Give the base model that this drafter was "
-                "made for."
+                f"expected a base with {requirement} {expected}, found {actual}. Give the base model that this drafter "
+                "was made for."
             )
 
 
 def compare_needs(base: Base, needs: BaseRequirements) -> Iterator[tuple[str, object, object]]:
-    """What is needed, its value, and the base's: all that has to be the same, K and V by a forward of one token."""
+    """Yield each requirement in words, its value, and the base's value. K and V are seen by a forward of one token."""
     yield "a vocabulary of", needs.vocab_size, base.vocab_size
     yield "the drafter's backbone width", needs.width, base.width
     for layer in needs.layers:
-        # As many as there are stands for what leaves the last.
+        # Layer num_layers stands for the output of the last layer.
         yield "a layer", layer, min(max(layer, 0), base.num_layers)
     for kind in needs.shared_kv:
         yield "layers with K and V of type", kind, kind if kind in base.kv_providers else "none"

@@ -137,7 +137,7 @@ def count_accepted_drafts(what: Drafts, agreement: Agreement, along: Agreement |
     if isinstance(what, DraftTree):
         assert along is not None
         agreement = along
-        stands = [what.stands(ranks) for ranks in along.ranks[:, :depth].tolist()]
+        stands = [what.count_accepted(ranks) for ranks in along.ranks[:, :depth].tolist()]
     else:
         stands = (agreement.drafts == agreement.targets)[:, :depth].int().cumprod(1).sum(1).tolist()
     places = zip(agreement.text.tolist(), agreement.anchor.tolist(), strict=True)

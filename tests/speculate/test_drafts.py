@@ -53,9 +53,9 @@ def test_other_notations(text: str) -> None:
 
 def test_what_stands_follows_the_ranks() -> None:
     ranks = ([], [1], [3], [0, 2], [2, 1, 2], [2, 1, 1, 0], [-1])
-    assert [TREE.stands(row) for row in ranks] == [0, 1, 0, 1, 2, 3, 0]
+    assert [TREE.count_accepted(row) for row in ranks] == [0, 1, 0, 1, 2, 3, 0]
     chain = DraftTree.parse("1x1x1")
-    assert [chain.stands(ranks) for ranks in ([0, 0, 0], [0, 1, 0], [0, -1, -1])] == [3, 1, 1]
+    assert [chain.count_accepted(ranks) for ranks in ([0, 0, 0], [0, 1, 0], [0, -1, -1])] == [3, 1, 1]
 
 
 @torch.inference_mode()

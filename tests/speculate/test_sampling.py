@@ -77,8 +77,8 @@ def test_draw_never_takes_an_impossible_token() -> None:
 def test_warping_is_that_of_transformers() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(1)) * 3
     scores = TopPLogitsWarper(0.6)(None, TopKLogitsWarper(9)(None, TemperatureLogitsWarper(1.3)(None, logits)))
-    torch.testing.assert_close(Sampling(1.3, 9, 0.6).probabilities(logits), scores.softmax(-1))
-    torch.testing.assert_close(Sampling(2).probabilities(logits), (logits / 2).softmax(-1))
+    torch.testing.assert_close(Sampling(1.3, 9, 0.6).compute_probabilities(logits), scores.softmax(-1))
+    torch.testing.assert_close(Sampling(2).compute_probabilities(logits), (logits / 2).softmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 5e-324])
@@ -125,7 +125,7 @@ def exact() -> Exact:
         longer: Exact = {}
         texts = torch.tensor([PROMPT + prefix for prefix in probabilities])
         with torch.inference_mode():
-            rows = SAMPLING.probabilities(base.logits(base.feed(texts).hidden[:, -1]))
+            rows = SAMPLING.compute_probabilities(base.logits(base.feed(texts).hidden[:, -1]))
         for (prefix, reached), row in zip(probabilities.items(), rows, strict=True):
             for token in row.nonzero().flatten().tolist():
                 longer[(*prefix, token)] = reached * float(row[token])

@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_said_before_anything_is_measured(
 
 
 def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
-    with pytest.raises(MtpExtractError, match="at most 512 drafts for one place") as caught:
+    with pytest.raises(MtpExtractError, match="at most 512 drafts for one position") as caught:
         run_validation(dataclasses.replace(plan, trees=("1x513",)))
     assert caught.value.remedies == ("trees",)
 
