@@ -1,4 +1,4 @@
-"""Loading a base model and its tokenizer, and saying in one line why one cannot be."""
+"""Load a base model and its tokenizer, or say in one line why that is impossible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtp_extract.errors import MtpExtractError, PairError, escape, few
 from mtp_extract.evaluation.extras import quiet_transformers, require
 from mtp_extract.io.opening import checkpoint_here
 
-_HEADROOM = 1.15  # weights, and what a forward needs with them
+_HEADROOM = 1.15  # memory for weights and activations, over the memory of the weights
 _MOST_LAYERS = 1024
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
@@ -25,14 +25,14 @@ class LoadedBase:
     name: str  # as given
     model: Any  # of transformers
     tokenizer: Any  # of transformers
-    device: torch.device  # where the drafter goes: the device of the base's embedding
-    devices: tuple[str, ...]  # every device that holds a part, in words
-    dtype: str  # of the weights, in words
-    notes: tuple[str, ...]  # what was decided on the way
+    device: torch.device  # of the base's embedding, where the drafter goes, too
+    devices: tuple[str, ...]  # names of all devices that hold a part of it
+    dtype: str  # name of the weights' dtype, without torch.
+    notes: tuple[str, ...]  # decisions that the user should know of
 
     @property
     def drafter_dtype(self) -> torch.dtype:
-        """What the drafter computes in beside this base: float32 where the base does, else bfloat16."""
+        """The dtype for a drafter of this base: float32 if the base has it, else bfloat16."""
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
@@ -40,10 +40,10 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
     """Load the base ``name``: a directory, or ``org/name`` (``@revision``) of the Hugging Face Hub.
 
     Args:
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``mps``; ``balanced``, over all GPUs; ``auto``, these or the CPU.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``mps``; ``balanced``, over all GPUs; ``auto``, GPUs or the CPU.
 
     Raises:
-        PairError: no model or no tokenizer there, a drafter, or a tensor that is missing.
+        PairError: it has no model or no tokenizer, is a drafter, or lacks a tensor.
         CheckpointError: it is a LoRA adapter.
         SourceError: the Hub cannot be reached, has no such model, wants a token, or the model is larger than memory.
         MtpExtractError: too little memory, or a device that is not there.
@@ -58,7 +58,7 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
             model, tokenizer, notes = _load_model_and_tokenizer(directory, chosen)
     except MtpExtractError:
         raise
-    except Exception as error:  # what a damaged part raises in transformers has no class of its own
+    except Exception as error:  # transformers raises any class for a damaged file
         reason = escape(str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__)
         raise PairError(
             f"{escape(name)}: expected a Gemma 4 base model of transformers with its tokenizer, found: {reason}. "
@@ -70,18 +70,18 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
 
 
 def _require_memory(directory: Path, room: int, device: torch.device | None) -> None:
-    """Raise MtpExtractError where the weights in ``directory`` are more than ``room``, before the machine swaps."""
+    """Raise MtpExtractError, before the machine swaps, if weights in ``directory`` exceed ``room``, in bytes."""
     size = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if size > room:
         raise MtpExtractError(
-            f"too little memory on {device or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, for "
-            f"{room / 1e9:.1f} GB there is room. Close other programs, use another device, or a machine with more",
+            f"too little memory on {device or 'all GPUs'}: the base has {size / 1e9:.1f} GB of weights, and there "
+            f"is room for {room / 1e9:.1f} GB. Close other programs, use another device, or a machine with more",
             remedies=("device",),
         )
 
 
 def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
-    """The model in ``directory``, its tokenizer, and what was decided on the way; raises what transformers raises."""
+    """Load model and tokenizer from ``directory``, with notes on decisions; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     quiet_transformers()
@@ -93,7 +93,7 @@ def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> t
     notes = ("the base is stored as float16, whose range Gemma 4 leaves: loaded as bfloat16",) if half else ()
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    # What has another shape is refused below, by name; transformers would say that its log tells.
+    # Tensors of another shape are refused below, by name; the error of transformers would only refer to its log.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.bfloat16 if half else "auto",
@@ -102,14 +102,14 @@ def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> t
         ignore_mismatched_sizes=True,
     )
     model, info = loaded
-    # transformers would have filled these with random numbers.
+    # transformers fills these with random numbers.
     if wrong := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
         raise ValueError(f"tensors that are missing or of another shape than its config says: {few(sorted(wrong))}")
     return model.eval().requires_grad_(False), tokenizer, notes
 
 
 def _require_few_layers(directory: Path) -> None:
-    """Raise ValueError before transformers sees a config of a billion layers, which keeps it busy for hours."""
+    """Raise ValueError for a config of a billion layers, with which transformers would be busy for hours."""
     stored = json.loads((directory / "config.json").read_bytes())
     layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
     if not 0 < layers <= _MOST_LAYERS:
@@ -117,7 +117,7 @@ def _require_few_layers(directory: Path) -> None:
 
 
 def _choose_device(device: str) -> torch.device | None:
-    """The torch device of this name, or None for all GPUs; MtpExtractError where the machine does not have it."""
+    """Return the torch device of this name, or None for all GPUs; MtpExtractError if the machine lacks it."""
     gpus = torch.cuda.device_count()
     if (gpus > 1 and device == "auto") or (gpus and device == "balanced"):
         return None
@@ -126,17 +126,19 @@ def _choose_device(device: str) -> torch.device | None:
         chosen = torch.empty(0, device=name).device
         if chosen.type in ("cpu", "cuda", "mps"):
             return chosen
-    except (AssertionError, RuntimeError):  # as torch raises for what it does not have
+    except (AssertionError, RuntimeError):  # torch raises either for a device that it does not have
         pass
-    what = f"a device that is there (auto, balanced, cpu, cuda:N or mps), found {escape(device)}"
-    raise MtpExtractError(f"expected {what}. Let it be chosen.", remedies=("device=auto",))
+    raise MtpExtractError(
+        f"expected a device of this machine (auto, balanced, cpu, cuda:N or mps), found {escape(device)}. Use another.",
+        remedies=("device=auto",),
+    )
 
 
 def free_memory(device: torch.device | None) -> int:
-    """Bytes that can be had on ``device``, or on all GPUs together."""
+    """Return the free bytes of ``device``, or of all GPUs together for None."""
     from accelerate.utils import get_max_memory
 
-    free = get_max_memory()  # by the GPU's number, or a name
+    free = get_max_memory()  # by GPU number, or by name
     if device is None:
         return sum(free[gpu] for gpu in range(torch.cuda.device_count()))
     return int(free[(device.index or 0) if device.type == "cuda" else "mps" if "mps" in free else "cpu"])
@@ -144,7 +146,7 @@ def free_memory(device: torch.device | None) -> int:
 
 @contextmanager
 def memory_guard(doing: str) -> Iterator[None]:
-    """Turn running out of memory into an MtpExtractError that says what to do."""
+    """Turn an out-of-memory error into an MtpExtractError that says what to do."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

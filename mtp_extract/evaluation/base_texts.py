@@ -1,4 +1,4 @@
-"""The base's own text: what it writes after prompts, and which of the texts say something new."""
+"""The base's own text after prompts, and which of these texts are usable."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mtp_extract.speculate.teacher import Text
 
 @dataclass(frozen=True)
 class Continuations:
-    """The base's greedy continuations, one a prompt, in order."""
+    """The base's greedy continuations of prompts, one per prompt, in order."""
 
     prompts: tuple[Prompt, ...]
     texts: tuple[Text, ...]  # prompt and continuation
 
     @cached_property
     def usable(self) -> list[int]:
-        """Indices of texts with a position to draft from; of those that repeat one another, the first."""
-        again = find_repeats([text.tokens for text in self.texts])
-        return [index for index, text in enumerate(self.texts) if text.anchors and index not in again]
+        """Indices of texts that have an anchor and repeat no text before them."""
+        repeats = find_repeats([text.tokens for text in self.texts])
+        return [index for index, text in enumerate(self.texts) if text.anchors and index not in repeats]
 
     @property
     def workloads(self) -> dict[str, list[int]]:
-        """Indices of the texts of each, by name, in order of first appearance."""
+        """Indices of the texts of each workload, in order of first appearance."""
         indices: dict[str, list[int]] = {}
         for index, prompt in enumerate(self.prompts):
             indices.setdefault(prompt.workload, []).append(index)
@@ -42,9 +42,9 @@ class Continuations:
 
 
 def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
-    """Indices in groups of similar length, so that little of a batch is padding.
+    """Group indices by similar length, so that little of a batch is padding.
 
-    A last group of one joins the one before: some controls need two texts.
+    A last group of one text joins the group before: some controls need two texts.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
@@ -64,7 +64,7 @@ def continue_prompts(
     seed: int = 0,
     reporter: Reporter = SILENT,
 ) -> list[tuple[int, ...]]:
-    """The token ids that the base writes after each prompt, by transformers' generation, a stop token included."""
+    """Return the token ids that the base generates after each prompt, a stop token included."""
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": temperature > 0}
     if temperature:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -79,7 +79,7 @@ def continue_prompts(
 def _generate(
     base: Base, prompts: Sequence[Sequence[int]], seed: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, ...]]:
-    """What transformers' generation with these ``options`` writes after each of a batch of ``prompts``."""
+    """Yield the continuation of each of a batch of ``prompts`` by ``generate`` of transformers."""
     device = base.device
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
@@ -90,13 +90,13 @@ def _generate(
         )
     stop_tokens = frozenset(base.stop_token_ids)
     for row in generated[:, tokens.shape[1] :].tolist():
-        # What comes after a stop token is padding.
-        end = next((place + 1 for place, token in enumerate(row) if token in stop_tokens), len(row))
+        # Tokens after a stop token are padding.
+        end = next((count for count, token in enumerate(row, 1) if token in stop_tokens), len(row))
         yield tuple(row[:end])
 
 
 def require_context(base: Base, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    """Raise PairError where the base's context has no room for one of ``prompts`` and so many tokens after it."""
+    """Raise PairError if a prompt and ``new_tokens`` after it exceed the base's context."""
     longest = max(map(len, prompts), default=0) + new_tokens
     context = base.config.max_position_embeddings
     if longest > context:
@@ -117,7 +117,7 @@ def write_texts(
     chat_template: bool,
     reporter: Reporter = SILENT,
 ) -> Continuations:
-    """What the base writes greedily after each of ``prompts``; PairError where its context has no room for that."""
+    """Continue ``prompts`` greedily with the base; PairError if its context is too short."""
     encoded = [codec.encode(prompt.content, chat_template=chat_template) for prompt in prompts]
     require_context(base, encoded, new_tokens)
     reporter.say(f"continuing {len(prompts)} prompts with the base alone")

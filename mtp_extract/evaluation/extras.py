@@ -1,4 +1,4 @@
-"""The packages of the ``validate`` extra, asked for by name before anything is loaded."""
+"""Check for the packages of the ``validate`` extra before any work is done."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from logging import CRITICAL
 
 from mtp_extract.errors import MtpExtractError, escape
 
-TRANSFORMERS_RELEASES = ">=5.16.1,!=5.23.0"  # releases that construct an assistant, as pyproject.toml has them
+TRANSFORMERS_RELEASES = ">=5.16.1,!=5.23.0"  # releases that can build an assistant; the same as in pyproject.toml
 
 
 def require(*modules: str) -> None:
-    """Import ``modules``: MtpExtractError, before any work is done, where one cannot be."""
+    """Import ``modules``; raise MtpExtractError if one cannot be imported."""
     for module in modules:
         if why := explain_import_failure(module):
             raise MtpExtractError(
@@ -21,18 +21,18 @@ def require(*modules: str) -> None:
 
 
 def explain_import_failure(module: str, *names: str) -> str:
-    """Why ``names`` cannot be imported from ``module``, as a clause; empty where they can."""
+    """Return why ``names`` cannot be imported from ``module``, as a clause; "" if they can."""
     try:
         imported = import_module(module)
         for name in names:
             getattr(imported, name)
-    except Exception as error:  # noqa: BLE001 - a broken installation raises whatever it likes
+    except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         return f"it cannot be imported: {escape(error)}"
     return ""
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' log and progress bars off the terminal: what matters of them is raised here, in a line."""
+    """Keep the log and progress bars of transformers off the terminal; errors are raised here, in one line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

@@ -1,12 +1,12 @@
-"""Intervals over texts: of a share, of the difference of two drafters on the same texts, of a ratio.
+"""Confidence intervals over texts: of a share, of the difference of two drafters on the same texts, of a ratio.
 
-Positions of a text go together, texts are independent: each text is one cluster of draws. Where texts are few, or
-nearly all drafts stand, ordinary intervals hold the truth far less often than they claim. These hold it in 93 % of
-measurements or more, from five texts on (``docs/figures.md``); with fewer there is none.
+Positions of a text are correlated, texts are independent: each text is one cluster of draws. With few texts, or with
+acceptance near 1, ordinary intervals contain the true value far less often than they claim. These contain it in at
+least 93 % of measurements from five texts on (``docs/figures.md``); with fewer texts there is no interval.
 
-*Events* are texts in which the rarer of two outcomes is seen, each weighted by how much: Kish's effective number
-(Σf)² / Σf² of the counts f. Where there are few, the correlation within texts cannot be told from them, so it is drawn
-towards 1, where a whole text goes one way, and the quantile is that of as few degrees of freedom.
+*Events* are the texts that show the rarer of two outcomes, weighted by how often: Kish's effective number (Σf)² / Σf²
+of the counts f. Few events cannot show the correlation within texts, so it is drawn towards 1, where all draws of a
+text have one outcome, and the quantile has as few degrees of freedom.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from mtp_extract.errors import several
 
-LEAST_TEXTS = 5  # with fewer, no interval over texts holds the truth as often as it says
-_TAIL = 48  # tokens: texts that end in as many alike say the same, wherever they came from
-_BASE_FREEDOM = 5  # degrees of freedom without any event
-_ROUNDING = 1e-9  # of a text's draws: what sums of fractions may leave of nothing
+LEAST_TEXTS = 5  # with fewer texts, no interval contains the true value as often as it claims
+_TAIL = 48  # tokens; texts that end in the same tokens count as one
+_BASE_FREEDOM = 5  # degrees of freedom without events
+_ROUNDING = 1e-9  # rounding error of a sum of fractions that should be 0, as a share of a text's draws
 
 FloatArray = NDArray[np.float64]
 IntervalEnds = tuple[FloatArray, FloatArray]  # low and high ends
@@ -37,17 +37,17 @@ class Interval(NamedTuple):
     high: float
 
     def scaled(self, factor: float, offset: float = 0.0) -> Interval:
-        """Of ``offset + factor · value``, for a positive ``factor``."""
+        """Return the interval of ``offset + factor · value``, for a positive ``factor``."""
         return Interval(offset + factor * self.low, offset + factor * self.high)
 
 
 def undecided(texts: int) -> str:
-    """Why there is no interval over so few ``texts``, in words."""
+    """Say that ``texts`` are too few for an interval."""
     return f"not decided: {several(texts, 'text')}, at least {LEAST_TEXTS} are needed"
 
 
 def find_repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
-    """Which texts repeat one before them: they are the same, or their last 48 tokens are. They say nothing new."""
+    """Return the indices of texts that repeat an earlier one: their last 48 tokens, or all of fewer, are the same."""
     tails = [tuple(text[-_TAIL:]) for text in texts]
     first = {tail: index for index, tail in reversed(list(enumerate(tails)))}
     return frozenset(index for index, tail in enumerate(tails) if first[tail] != index)
@@ -56,23 +56,23 @@ def find_repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
 def over_texts(
     bounds: Callable[..., IntervalEnds], *columns: ArrayLike, text: ArrayLike | None = None, level: float = 0.95
 ) -> Interval | None:
-    """The interval, over texts, of a share, a difference or a ratio, which holds the truth ``level`` of the time.
+    """Return the interval, over texts, of a share, a difference or a ratio, with the confidence ``level``.
 
     Args:
         bounds: :func:`share_bounds`, :func:`bound_difference` or :func:`ratio_bounds`.
-        columns: what ``bounds`` takes, a number of each text; a text without any of the last, its draws, is left out.
-        text: where columns have a number of each position instead, the text that it belongs to.
+        columns: the arguments of ``bounds``, a number per text. Texts without draws (the last column) are left out.
+        text: the text of each position, if columns have a number per position instead, which is then summed.
 
     Returns:
-        None with fewer than :data:`LEAST_TEXTS` texts, where a text alone has all of either sum of a ratio, or where
-        one has more hits than draws, or fewer than none.
+        None if there are fewer than :data:`LEAST_TEXTS` texts, if one text has all of a sum of a ratio, or if hits of a
+        text are negative or more than its draws.
     """
     table = np.stack([np.asarray(column, np.float64) for column in columns])
     if text is not None:
         rows = np.unique(text, return_inverse=True)[1]
         table = np.stack([np.bincount(rows, column) for column in table])
     table = table[:, table[-1] > 0]
-    # More hits than draws, or fewer than none.
+    # 0 <= hits <= draws is |2 · hits - draws| <= draws.
     *hits, draws = table
     impossible = np.abs(2 * sum(hits) - draws) > (1 + 2 * _ROUNDING) * draws
     if len(draws) < LEAST_TEXTS or (bounds is not ratio_bounds and impossible.any()):
@@ -85,12 +85,12 @@ def over_texts(
 def share_bounds(
     hits: FloatArray, sizes: FloatArray, events: FloatArray | None = None, *, level: float = 0.95
 ) -> IntervalEnds:
-    """Of a share of draws, Σ hits / Σ sizes, by Wilson; a mean of values between 0 and K is K times a share.
+    """Return Wilson bounds of a share of draws, Σ hits / Σ sizes; a mean of values in 0 to K is K times a share.
 
-    A share of N draws in texts of n each with the correlation ρ within them varies as one of
-    1 / ((1 - ρ) / N + ρ Σ n² / N²) independent draws. ρ is that of the residuals, drawn towards 1 where events are few.
-
-    Of each text, [..., texts], the hits, whole or not, and draws; events, [...], by default of these hits.
+    Args:
+        hits: by text, [..., texts]; may be fractions.
+        sizes: draws by text, [..., texts].
+        events: [...]; by default those of ``hits``.
     """
     events = _count_events(hits, sizes) if events is None else events
     share = hits.sum(-1) / sizes.sum(-1)
@@ -103,22 +103,26 @@ def share_bounds(
     centre = (share + t**2 / (2 * draws)) / shrink
     half = t / shrink * np.sqrt(share * (1 - share) / draws + t**2 / (4 * draws**2))
 
-    # At the ends a bound is the share itself, which rounding must not miss.
+    # A share of 0 or 1 is itself a bound, whatever rounding does.
     low = np.where(share <= 0, 0.0, np.clip(centre - half, 0.0, share))
     return low, np.where(share >= 1, 1.0, np.clip(centre + half, share, 1.0))
 
 
 def _count_independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatArray) -> FloatArray:
-    """How many independent draws say as much of the share as all draws do: N over Kish's design effect."""
+    """Return how many independent draws would give the share the same variance: N over Kish's design effect.
+
+    A share of N draws in texts of n draws each, with the correlation ρ within a text, varies as a share of
+    1 / ((1 - ρ) / N + ρ Σ n² / N²) independent draws. ρ is estimated from the residuals of texts.
+    """
     texts = sizes.shape[-1]
     total = sizes.sum(-1)
     share = hits.sum(-1) / total
 
-    # The variance of the share, as texts differ: Σ (hits - share · size)² · T / (T - 1) / N².
+    # Variance of the share over T texts: Σ (hits - share · size)² · T / (T - 1) / N².
     residuals = ((hits - share[..., None] * sizes) ** 2).sum(-1)
     variance = residuals * texts / (texts - 1) / total**2
 
-    # In units of share · (1 - share) it is 1 / N with ρ = 0, Σ n² / N² with ρ = 1, and linear in ρ between.
+    # Over share · (1 - share) it is 1 / N for ρ = 0 and Σ n² / N² for ρ = 1, linear in ρ between; solve for ρ.
     unit = share * (1 - share)
     independent = 1 / total
     by_text = (sizes**2).sum(-1) / total**2
@@ -126,28 +130,29 @@ def _count_independent_draws(hits: FloatArray, sizes: FloatArray, events: FloatA
     room = by_text - independent
     correlation = np.clip((relative - independent) / np.where(room > 0, room, 1.0), 0.0, 1.0)
 
-    # ρ cannot be told from few events: it is drawn towards 1.
+    # Few events say little of ρ: ρ + (1 - ρ) / (1 + events^1.5).
     correlation += (1 - correlation) / (1 + events**1.5)
     draws: FloatArray = 1 / ((1 - correlation) * independent + correlation * by_text)
     return draws
 
 
 def bound_difference(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
-    """Of the difference of two shares of the same draws, Σ (gained - lost) / Σ sizes: only one of them hits these.
+    """Return bounds of the difference of two shares of the same draws, Σ (gained - lost) / Σ sizes.
 
-    The intervals of both, put together as by Zou and Donner (2008, *Statistics in Medicine* 27). That both go up in the
-    same texts would make the difference surer; it is left out, being seen too badly in few texts.
+    ``gained`` counts draws that only the first hits, ``lost`` those that only the second hits. The intervals of both
+    shares are combined as by Zou and Donner (2008, *Statistics in Medicine* 27). A positive correlation of the two
+    would narrow the interval; it is taken as 0, since few texts show it badly.
     """
     total = sizes.sum(-1)
     up = gained.sum(-1) / total
     down = lost.sum(-1) / total
-    # All that differ tell whether texts differ as a whole.
+    # Gains and losses together are the events: both show whether all draws of a text change alike.
     events = _count_events(gained + lost, sizes)
     up_low, up_high = share_bounds(gained, sizes, events, level=level)
     down_low, down_high = share_bounds(lost, sizes, events, level=level)
     correlation = np.minimum(0.0, _correlate(gained - up[..., None] * sizes, lost - down[..., None] * sizes))
 
-    # Half widths a and b of two intervals with the correlation ρ make one of √(a² + b² - 2 ρ a b).
+    # Half widths a and b of two intervals with correlation ρ combine to √(a² + b² - 2 ρ a b).
     def combine(a: FloatArray, b: FloatArray) -> FloatArray:
         width: FloatArray = np.sqrt(a**2 + b**2 - 2 * correlation * a * b)
         return width
@@ -156,15 +161,18 @@ def bound_difference(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *,
 
 
 def _correlate(first: FloatArray, second: FloatArray) -> FloatArray:
-    """How far two residuals, [..., texts], go together over texts."""
+    """Return the correlation over texts of two residuals [..., texts]; 0 if either is 0."""
     scale = np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
     correlation: FloatArray = (first * second).sum(-1) / np.where(scale > 0, scale, 1.0)
     return correlation
 
 
 def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
-    """Of a ratio of positive sums that nothing bounds, such as tokens over seconds: of its logarithm, by leaving out a
-    text at a time. Numerator and denominator take a degree of freedom each."""
+    """Return bounds of an unbounded ratio of positive sums, such as tokens over seconds, Σ sums / Σ sizes.
+
+    They are the jackknife's, of the logarithm: ratio · exp(± t · √((T - 1) · var)), where var is the variance of the
+    T logarithms that leave out one text each. Numerator and denominator take a degree of freedom each.
+    """
     texts = sums.shape[-1]
     total = sums.sum(-1, keepdims=True)
     size = sizes.sum(-1, keepdims=True)
@@ -175,7 +183,7 @@ def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) ->
 
 
 def _count_events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
-    """Events of the outcome that has fewer, hits or misses."""
+    """Return the events, (Σf)² / Σf², of the outcome that has fewer of them: hits or misses."""
     counts = np.stack((hits, sizes - hits)).astype(np.float64)
     counts[counts <= _ROUNDING * sizes] = 0.0
     squares = (counts**2).sum(-1)
@@ -184,7 +192,7 @@ def _count_events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
 
 
 def _choose_quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
-    """Student's, of as many degrees of freedom as there are events and a few more, but fewer than texts."""
+    """Return Student's t for min(texts - 1, 5 + events) degrees of freedom, elementwise."""
     freedom = np.minimum(texts - 1, _BASE_FREEDOM + np.floor(events))
     of_each = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])
     quantiles: FloatArray = of_each(freedom)
@@ -193,7 +201,10 @@ def _choose_quantiles(level: float, texts: int, events: FloatArray) -> FloatArra
 
 @lru_cache(maxsize=4096)
 def student_quantile(level: float, freedom: int) -> float:
-    """The t for which ``level`` of Student's distribution lies within ±t, by halving a sum of powers of a cosine."""
+    """Return the t for which ``level`` of Student's distribution lies within ±t.
+
+    With t = √ν · tan θ, the probability within ±t is a finite sum of powers of cos θ; θ is found by bisection.
+    """
     odd = freedom % 2
     low = 0.0
     high = math.pi / 2

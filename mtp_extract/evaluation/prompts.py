@@ -1,4 +1,4 @@
-"""Prompts and texts: the one reader of the files they come in."""
+"""Read prompts and texts from files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from mtp_extract.speculate.codec import extract_text
 
 _Item = TypeVar("_Item")
 
-LARGEST_PROMPTS_FILE = 1 << 28  # bytes of a file of prompts
-_DEEPEST = 64
-FEW = 20  # of every shipped workload, where all of them would take long
+LARGEST_PROMPTS_FILE = 1 << 28  # bytes
+_DEEPEST = 64  # nesting of messages
+FEW = 20  # prompts of each shipped workload, for commands that would take long with all
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 _FORM = (
     "prompts in UTF-8, as .txt, one a line, or as .jsonl, an object a line such as "
     '{"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…"]}'
 )
 
-Messages = tuple[Mapping[str, Any], ...]  # a chat up to what is to be answered, with ``role`` and ``content``
+Messages = tuple[Mapping[str, Any], ...]  # with ``role`` and ``content``; the last is to be answered
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, or a text by people."""
+    """A prompt, or a human-written text."""
 
-    workload: str  # what it is an example of
+    workload: str  # kind of text, such as code
     content: str | Messages
-    source: str = ""  # where it comes from: all of one source are on one side of a training; by default its own
-    completion: str | None = None  # what was answered, where that is known
+    source: str = ""  # prompts of one source stay on one side of a training split; by default its own
+    completion: str | None = None  # the answer, if known
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -46,12 +46,12 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Equal for equal prompts."""
+        """A string that is equal for equal prompts."""
         return json.dumps(self.content, sort_keys=True, ensure_ascii=True)
 
 
 def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
-    """The prompts that come with the package, ``each`` of chat, code, math, prose and json, evenly spaced, or all."""
+    """Return the package's prompts: all, or ``each`` of chat, code, math, prose and json, evenly spaced."""
     prompts = read_prompts(_SHIPPED)
     chosen: list[Prompt] = []
     for _, of_workload in groupby(prompts, key=lambda prompt: prompt.workload):
@@ -60,20 +60,20 @@ def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
 
 
 def hash_prompts(path: Path | None) -> str:
-    """The SHA-256 of a file of prompts, as ``sha256sum`` prints it; without a path of those that are shipped.
+    """Return the SHA-256 of a file of prompts, in hex; of the shipped prompts for None.
 
-    Raises OSError, ValueError: it cannot be read, or is too large.
+    Raise OSError or ValueError if it cannot be read or is too large.
     """
     return sha256(read_regular(path or _SHIPPED, LARGEST_PROMPTS_FILE)).hexdigest()
 
 
 def spread(items: Sequence[_Item], count: int) -> list[_Item]:
-    """``count`` of ``items``, evenly spaced, or all of them where there are no more."""
+    """Pick ``count`` of ``items``, evenly spaced, or all if there are no more."""
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
 
 
 class _Row(msgspec.Struct):
-    """An object of a ``.jsonl`` file; other fields are not read."""
+    """An object of a ``.jsonl`` file; other fields are ignored."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -84,7 +84,7 @@ class _Row(msgspec.Struct):
 
 
 def _parse_lines(stored: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Iterator[Prompt]:
-    """The prompts of a ``.jsonl`` file; ValueError, which names the line, where one has none."""
+    """Parse the prompts of a ``.jsonl`` file; ValueError names the line of a faulty one."""
     for number, line in enumerate(stored.splitlines(), 1):
         if line.strip():
             try:
@@ -94,7 +94,7 @@ def _parse_lines(stored: bytes, workload: str, *, chat_template: bool, text_alon
 
 
 def _parse_prompt(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
-    """The prompt in this line of a ``.jsonl`` file, by default of ``workload``; ValueError where there is none."""
+    """Parse one line of a ``.jsonl`` file; raise ValueError if it has no prompt."""
     row = msgspec.json.decode(line, type=_Row)
     _require_shallow(row.messages)
     content: Any = row.prompt or (row.turns or [""])[0]
@@ -112,7 +112,7 @@ def _parse_prompt(line: bytes, workload: str, *, chat_template: bool, text_alone
 
 
 def _require_shallow(messages: object) -> None:
-    """Check that messages are no deeper than what templates and servers take; ValueError where they are."""
+    """Raise ValueError if messages are nested more deeply than templates and servers can read."""
     values = [messages]
     for _ in range(_DEEPEST):
         holders = [value for value in values if isinstance(value, (dict, list))]
@@ -122,7 +122,7 @@ def _require_shallow(messages: object) -> None:
 
 
 def _parse_message(message: Mapping[str, Any], *, text_alone: bool) -> dict[str, Any]:
-    """``message`` with its text in one part; ValueError where it is none, or has other parts that cannot be read."""
+    """Return ``message`` with its text joined; ValueError if it is not a message, or has parts that cannot be read."""
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise ValueError("messages without a role or content")
     try:
@@ -134,14 +134,14 @@ def _parse_message(message: Mapping[str, Any], *, text_alone: bool) -> dict[str,
 
 
 def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: bool = True) -> tuple[Prompt, ...]:
-    """Prompts, or texts, from a file of UTF-8, by the end of its name; without one about 100 that are shipped.
+    """Read prompts or texts from a UTF-8 file; about 100 shipped prompts for None. The suffix gives the form:
 
-    - ``.txt``: one a line; blank lines are left out.
-    - ``.jsonl``: an object a line, with ``prompt``, a text; ``messages`` with ``role`` and ``content`` (OpenAI), where
-      an answer that the assistant gives last is the completion; or ``turns`` (MT-Bench), of which the first is the
-      prompt. If wanted ``completion``, a text; ``workload``, by default the file's name; ``source``, by default the
-      prompt itself. Messages are refused where no ``chat_template`` is applied. Their content is text, or parts: those
-      that are text are joined, and others, such as images, are refused where ``text_alone`` can be read.
+    - ``.txt``: one prompt per line; blank lines are skipped.
+    - ``.jsonl``: one object per line with ``prompt``, a string; or ``messages`` with ``role`` and ``content`` (OpenAI),
+      whose last message, if the assistant's, is the completion; or ``turns`` (MT-Bench), of which the first is the
+      prompt. Optional: ``completion``, a string; ``workload``, by default the file's name; ``source``, by default the
+      prompt itself. Without ``chat_template``, messages are refused. The text parts of a message are joined; others, such
+      as images, are refused if ``text_alone``.
 
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.

@@ -159,7 +159,7 @@ class Base:
         return BaseOutput(fed.tokens[:, path], positions, fed.hidden[:, path], states, shared_kv)
 
     def _build_tree_masks(self, cache: DynamicCache, positions: Tensor, sees: Tensor) -> dict[str, Tensor]:
-        """Return a mask by layer type, bool [1, 1, nodes, slots]: nodes see all earlier slots, and each other by ``sees``."""
+        """Return a mask by layer type, bool [1, 1, nodes, slots]: all earlier slots are visible, nodes by ``sees``."""
         nodes = len(sees)
         length = cache.get_seq_length()
         masks = {}

@@ -48,7 +48,7 @@ class Text:
 
     @property
     def anchors(self) -> range:
-        """Positions of pending tokens: the first generated token to the last but one. Never 0: no token is before it."""
+        """Positions of pending tokens: the first generated token to the last but one, without position 0."""
         return range(max(1, self.prompt_length), len(self.tokens) - 1)
 
 

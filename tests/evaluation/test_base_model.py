@@ -93,7 +93,7 @@ def test_not_whole(copied: Path, plant: Callable[[Path], object], message: str) 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99"])
 def test_no_such_device(base: Path, device: str) -> None:
-    with pytest.raises(MtpExtractError, match=f"expected a device that is there .*, found {device}. Let it be chosen"):
+    with pytest.raises(MtpExtractError, match=f"expected a device of this machine .*, found {device}. Use another"):
         load_base(str(base), device)
 
 
