@@ -1,4 +1,4 @@
-"""Validation: is a checkpoint the drafter of its file, and does it draft what its base would say?
+"""Validation: check a drafter against its bundle, and measure acceptance with its base.
 
 ::
 
@@ -6,11 +6,12 @@
     from mtp_extract.validation.plan import ValidationPlan
     from mtp_extract.validation.run import run_validation
 
-    found = run_validation(ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm"))
-    write_validation(found, Path("report"))
+    plan = ValidationPlan(Path("DIR"), base="google/gemma-4-E4B-it", source="gemma-4-E4B-it.litertlm")
+    validation = run_validation(plan)
+    write_validation(validation, Path("report"))
 
-Identity (:mod:`mtp_extract.pipeline.identity`) answers the first question; transformers and Google's ``interpreter``
-are asked, too, on random inputs (``parity``). The second is measured over the base's own text: what is drafted after
-every token, with one thing broken at a time too (``controls``), and what drafts are ``worth``. ``run`` puts them
-together in a record that says what it means (``result``), ``page`` shows it.
+:mod:`mtp_extract.pipeline.identity` compares the checkpoint with the bundle; transformers (``parity``) and Google's
+``interpreter`` run it on random inputs. Acceptance is measured along the base's own text: drafts after every token, the
+same with one thing broken at a time (``controls``), and the rounds and times of generation (``worth``). ``run`` puts
+all in a record (``result``), which ``page`` shows.
 """

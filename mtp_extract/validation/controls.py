@@ -1,8 +1,7 @@
 """Controls: the same measurement with one thing broken on purpose.
 
-Each is a row of :data:`CONTROLS`: a change to the drafter, or to what it is given. A broken drafter should do worse.
-One that does as well says that the thing it breaks matters little here; one that does better, by more than chance
-allows the best of so many, says where to look.
+Each row of :data:`CONTROLS` changes the drafter or its inputs. A broken drafter should do worse. If it does as well,
+what is broken matters little here; if it does significantly better, its ``suspect`` is where to look for a fault.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement
 
-_NEGLIGIBLE = 0.05
+_NEGLIGIBLE = 0.05  # largest difference of top-1 that counts as none
 
 Standing = Literal["below", "above", "same", "undecided"]
 
@@ -39,22 +38,22 @@ Standing = Literal["below", "above", "same", "undecided"]
 @dataclass(frozen=True)
 class Control:
     name: str  # key in the report
-    what: str  # what is done, in words
-    suspect: str  # what to look at when it scores better than the real drafter
-    # the changed drafter; None in place of it when there is nothing to change
+    what: str  # what is broken, in words
+    suspect: str  # where to look for a fault if it scores better than the real drafter
+    # Returns the changed drafter, or None if there is nothing to change.
     drafter: Callable[[MtpDrafter], MtpDrafter | None] = lambda drafter: drafter
-    # what the drafter is fed: see Altered
+    # Changes of the drafter's inputs: see FaultyDrafter.
     change: Callable[[RoundStart], RoundStart] = lambda base: base
     every_step: Callable[[MtpState], MtpState] = lambda state: state
     convention: Convention = LITERT
 
     def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> FaultyDrafter:
-        """The ``changed`` drafter, fed as this control says; by ``convention`` where one is given."""
+        """Wrap the ``changed`` drafter to feed it this control's inputs, by ``convention`` instead of its own."""
         return FaultyDrafter(changed, convention or self.convention, self.change, self.every_step)
 
 
 class ControlResult(Record):
-    """A control beside the real drafter, at the same positions."""
+    """A control compared with the real drafter at the same positions."""
 
     name: str  #: what is broken, as a key
     what: str  #: the same in words
@@ -72,7 +71,7 @@ def _use_other_text(base: RoundStart) -> RoundStart:
 
 
 def _scale_attention(drafter: MtpDrafter) -> MtpDrafter:
-    # The q norm is the last factor before the product with K, and each layer has its own head dim.
+    # The q norm is the last factor before Q·Kᵀ, so a factor there scales the scores. Head dims differ by layer.
     state = drafter.state_dict()
     layers = {f"layers.{index}.q_norm.weight": layer for index, layer in enumerate(drafter.config.layers)}
     return drafter.with_tensors({name: state[name] / layer.head_dim**0.5 for name, layer in layers.items()})
@@ -98,7 +97,7 @@ CONTROLS: tuple[Control, ...] = (
         "shuffled_kv",
         "K and V of another text",
         "the base's K and V: which layers' they are, and whether the drafter reads them at all",
-        # Slots stay where they are, so masks hold and nothing later than the query comes into view.
+        # Slots keep their positions, so masks still hide everything after the query.
         change=_use_other_text,
     ),
     Control(
@@ -139,52 +138,53 @@ CONTROLS: tuple[Control, ...] = (
     ),
 )
 
-LEVEL = 1 - 0.05 / len(CONTROLS)  # of each control's interval: in 95 % of measurements none of them all misleads
+LEVEL = 1 - 0.05 / len(CONTROLS)  # of each interval. Bonferroni: all intervals hold together at 95 %.
 
 
 def draft_together(
-    base: Base, asked: Sequence[DraftRequest], written: Continuations, *, batch: int, reporter: Reporter = SILENT
+    base: Base, requests: Sequence[DraftRequest], written: Continuations, *, batch: int, reporter: Reporter = SILENT
 ) -> tuple[list[Agreement], list[ControlResult]]:
-    """All that is ``asked``, and every control of the first drafter, over the same texts, which the base reads once.
+    """Draft as each of ``requests`` says, and with every control of the first drafter; the base reads the texts once.
 
-    Controls draft one token, and are those of the drafter's architecture. One that would change nothing is left out.
-    PairError where no text is long enough to draft from.
+    Controls are those of the drafter's architecture, and draft one token. A control that would change nothing is left
+    out. PairError if all texts are too short.
     """
-    sound = asked[0][0]
+    real = requests[0][0]
     broken: dict[Control, DraftRequest] = {}
-    controls = architecture_of(sound.config).controls() if isinstance(sound, DrafterNetwork) else ()
+    controls = architecture_of(real.config).controls() if isinstance(real, DrafterNetwork) else ()
     for control in controls:
-        changed = control.drafter(sound)
-        # Another text is only there where a batch has two.
+        changed = control.drafter(real)
+        # K and V of another text need a batch of two.
         if changed is not None and (control.change != _use_other_text or min(batch, len(written.usable)) > 1):
             broken[control] = control.broken(changed), 1, False
-    agreements = measure_agreements(base, [*asked, *broken.values()], written, batch=batch, reporter=reporter)
+    agreements = measure_agreements(base, [*requests, *broken.values()], written, batch=batch, reporter=reporter)
     controls = [
         compare_with_control(control, agreements[0], agreement)
-        for control, agreement in zip(broken, agreements[len(asked) :], strict=True)
+        for control, agreement in zip(broken, agreements[len(requests) :], strict=True)
     ]
-    return agreements[: len(asked)], controls
+    return agreements[: len(requests)], controls
 
 
 def compare_with_control(control: Control, real: Agreement, broken: Agreement) -> ControlResult:
-    """How ``broken`` stands to ``real``, both over the same positions."""
-    aimed = real.targets[:, 0] >= 0
-    text = real.text[aimed]
-    changed = bool((real.drafts[:, 0] != broken.drafts[:, 0])[aimed].any())
-    ours, theirs = ((agreement.drafts[:, 0] == agreement.targets[:, 0])[aimed].double() for agreement in (real, broken))
-    interval = estimate_difference(text, ours - theirs, LEVEL)
+    """Compare the first drafts of ``broken`` and ``real`` at the same positions."""
+    has_target = real.targets[:, 0] >= 0
+    text = real.text[has_target]
+    changed = bool((real.drafts[:, 0] != broken.drafts[:, 0])[has_target].any())
+    real_hits = (real.drafts[:, 0] == real.targets[:, 0])[has_target].double()
+    broken_hits = (broken.drafts[:, 0] == broken.targets[:, 0])[has_target].double()
+    interval = estimate_difference(text, real_hits - broken_hits, LEVEL)
     return ControlResult(
         name=control.name,
         what=control.what,
         suspect=control.suspect,
-        top1=estimate_share(text, theirs),
-        difference=figure(float((ours - theirs).mean()), len(text), interval),
+        top1=estimate_share(text, broken_hits),
+        difference=figure(float((real_hits - broken_hits).mean()), len(text), interval),
         standing=_judge_standing(interval, changed=changed),
     )
 
 
 def _judge_standing(interval: Interval | None, *, changed: bool) -> Standing:
-    """How a control stands, by the ``interval`` of its distance below; whether it ``changed`` any first draft."""
+    """Judge a control by the ``interval`` of real less control, and by whether it ``changed`` any first draft."""
     if interval is None:
         return "undecided"
     if changed and (interval.low > 0 or interval.high < 0):
