@@ -140,8 +140,8 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
     - ``.jsonl``: one object per line with ``prompt``, a string; or ``messages`` with ``role`` and ``content`` (OpenAI),
       whose last message, if the assistant's, is the completion; or ``turns`` (MT-Bench), of which the first is the
       prompt. Optional: ``completion``, a string; ``workload``, by default the file's name; ``source``, by default the
-      prompt itself. Without ``chat_template``, messages are refused. The text parts of a message are joined; others, such
-      as images, are refused if ``text_alone``.
+      prompt itself. Without ``chat_template``, messages are refused. The text parts of a message are joined; others,
+      such as images, are refused if ``text_alone``.
 
     Raises:
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.

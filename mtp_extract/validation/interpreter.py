@@ -1,18 +1,17 @@
-"""Google's interpreter as a witness: it runs the drafter's section, PyTorch the drafter, on the same inputs.
+"""Compare Google's interpreter, which runs the drafter's section, with PyTorch, which runs the drafter.
 
-Twice. *In floats* every tensor of codes is float32: constants become the numbers that their codes stand for,
-activations and caches lose their scales, and QUANTIZE and DEQUANTIZE between two floats become CAST, which does
-nothing. The same operators run, nothing rounds, and the two programs differ by the order of float additions alone. *As
-it is*, the section computes with its integers and rounds activations: how far that is from floats is reported, and
+They are compared twice, on the same inputs. *In floats* every tensor of codes is made float32: constants are
+dequantized, activations and caches lose their scales, and QUANTIZE and DEQUANTIZE between two floats become CAST, which
+does nothing. The same operators run, nothing rounds, and the two programs differ only in the order of float additions.
+*As it is*, the section computes with its integers and rounds activations. How far that is from floats is reported, and
 bounded loosely, which shows that the floats are the section's own.
 
-LiteRT has two sets of kernels for this. XNNPACK's are the ones that LiteRT-LM runs, but the memory that they take for
-an attention over whole caches grows with the square of their length: 17 GB for a drafter of E2B with 32 003 slots. The
-*reference kernels*, plain loops, take 0.5 GB for it. They compute the section in floats, always, and the section as it
-is where its caches are long. Of INT8 and INT4 they make the same codes as XNNPACK but where two codes are as near
-(its other plain kernels, optimized ones, take INT4's -8 for another number). Two things they do not compute: scales by
-block, and products of floats with INT8's -128, whose sign an 8-bit register cannot change. Such weights are given to
-them as floats.
+LiteRT has two sets of kernels for this. LiteRT-LM runs XNNPACK's, but their memory for attention over whole caches
+grows with the square of the length: 17 GB for a drafter of E2B with 32 003 slots. The *reference kernels*, plain loops,
+take 0.5 GB. They always compute the section in floats, and the section as it is if its caches are long. Their INT8 and
+INT4 codes are XNNPACK's except in a tie of two codes (LiteRT's other plain kernels, the optimized ones, misread INT4's
+-8). They do not compute two things: scales by block, and products of floats with INT8's -128, whose sign an 8-bit
+register cannot change. Such weights are given to them as floats.
 """
 
 from __future__ import annotations
@@ -53,56 +52,56 @@ from mtp_extract.validation.parity import (
     run_reference,
 )
 
-LEAST_CORRELATION = 0.5  # least correlation, over all cases, with what the section computes of its integers
-XNNPACK_SLOTS = 4096  # longest caches that XNNPACK looks at: 0.25 GB for a drafter of E2B, 1.06 GB of twice as many
-_CAST = 53  # of LiteRT's builtin operators
-_TABLE_BYTES = 1 << 22
+LEAST_CORRELATION = 0.5  # with the outputs of the section as it is, over all steps
+XNNPACK_SLOTS = 4096  # longest caches for XNNPACK: 0.25 GB for a drafter of E2B; twice as many slots take 1.06 GB
+_CAST = 53  # code of LiteRT's builtin operator
+_TABLE_BYTES = 1 << 22  # room for the tables of a flatbuffer beside its buffers
 
 
 @dataclass(frozen=True)
 class Parity:
-    """A drafter beside Google's interpreter."""
+    """Differences of a drafter from Google's interpreter."""
 
-    nearby: OutputDifference  # with every tensor of codes as floats, at the first positions
-    in_floats: OutputDifference  # the same at all positions
-    as_it_is: OutputDifference  # with the file's integers, which round activations
-    nearby_allowed: float  # largest difference of the first that counts as the same function
-    allowed: float  # the same of the second
+    nearby: OutputDifference  # in floats, at the first positions
+    in_floats: OutputDifference  # in floats, at all positions
+    as_it_is: OutputDifference  # with the file's integers, at all positions
+    nearby_allowed: float  # largest allowed difference of ``nearby``
+    allowed: float  # largest allowed difference of ``in_floats``
 
     @property
     def agrees(self) -> bool:
-        """Whether the two compute the same function."""
+        """Whether both compute the same function."""
         in_floats = self.nearby.worst <= self.nearby_allowed and self.in_floats.worst <= self.allowed
         return in_floats and self.as_it_is.correlation >= LEAST_CORRELATION
 
 
 def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int = 0) -> Parity:
-    """Compare ``drafter``, float32 on the CPU, with the interpreter, on so many random steps.
+    """Compare ``drafter``, float32 on the CPU, with the interpreter on ``samples`` random steps.
 
-    UnsupportedError where the interpreter cannot be asked, as of :func:`run_interpreter`.
+    Raise UnsupportedError if the interpreter cannot run: see :func:`run_interpreter`.
     """
 
-    def outputs(floats: bool) -> tuple[list[Outputs], list[Outputs]]:
+    def run_both(floats: bool) -> tuple[list[Outputs], list[Outputs]]:
         ours = [run_reference(drafter, source, x) for x in draw_inputs(source, samples, seed, quiet=floats)]
         return ours, run_interpreter(source, draw_inputs(source, samples, seed, quiet=floats), floats=floats)
 
-    ours, theirs = outputs(True)
+    ours, theirs = run_both(True)
     positions = choose_positions(source, samples, quiet=True)
-    near = [position for position in positions if position < FIRST_POSITIONS]
+    nearby = [position for position in positions if position < FIRST_POSITIONS]
     terms = max(weight.shape[-1] for weight in drafter.parameters())
     return Parity(
-        nearby=compare_outputs(ours[: len(near)], theirs[: len(near)]),
+        nearby=compare_outputs(ours[: len(nearby)], theirs[: len(nearby)]),
         in_floats=compare_outputs(ours, theirs),
-        as_it_is=compare_outputs(*outputs(False)),
-        nearby_allowed=compute_allowed_difference(terms, max(near)),
+        as_it_is=compare_outputs(*run_both(False)),
+        nearby_allowed=compute_allowed_difference(terms, max(nearby)),
         allowed=compute_allowed_difference(terms, max(positions)),
     )
 
 
 def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Check:
-    """:func:`measure_parity`, and what it says of ``drafter``.
+    """Check ``drafter`` by :func:`measure_parity`.
 
-    The check is left open where it cannot run the file, or calls a drafter wrong that is known to be right.
+    The check stays open if the interpreter cannot run the file, or fails with the sample's drafter, too.
     """
 
     def examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool | None, str]:
@@ -123,9 +122,9 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
 
 
 def run_interpreter(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
-    """What Google's interpreter computes of each of ``steps``, of the section in ``floats`` or as it is.
+    """Run the section on each of ``steps`` in Google's interpreter, in ``floats`` or as it is.
 
-    UnsupportedError where the interpreter is not there, or cannot run the section.
+    Raise UnsupportedError if the interpreter is not installed or cannot run the section.
     """
     name = source.model.region.source.name
     if why := explain_import_failure("ai_edge_litert.interpreter", "Interpreter", "OpResolverType"):
@@ -148,17 +147,17 @@ def run_interpreter(source: Shard, steps: Iterable[GraphInputs], *, floats: bool
             return [_run_step(runner, source.graph.input_names, inputs) for inputs in steps]
     except UnsupportedError:
         raise
-    except Exception as error:  # What a tool of another release raises has no class of its own.
+    except Exception as error:  # another release of the interpreter may raise any class
         raise UnsupportedError(f"{name}: Google's interpreter cannot run the drafter: {escape(error)}.") from error
 
 
 def needs_reference_kernels(source: Shard) -> bool:
-    """Whether the section as it is goes to the reference kernels, since XNNPACK would take gigabytes for its caches."""
+    """Whether the caches are so long that XNNPACK would take gigabytes to run the section as it is."""
     return find_longest_cache(source) > XNNPACK_SLOTS
 
 
 def _build_section(source: Shard, *, floats: bool) -> bytes:
-    """The section as the interpreter is given it."""
+    """Return the section in floats or, if not ``floats``, as it is but for weights that the kernels would misread."""
     if floats:
         return convert_to_floats(source.model)
     if needs_reference_kernels(source) and (misread := _find_misread_weights(source.model)):
@@ -167,7 +166,7 @@ def _build_section(source: Shard, *, floats: bool) -> bytes:
 
 
 def _find_misread_weights(model: TfliteModel) -> set[tuple[int, int]]:
-    """Subgraph and index of the weights that the reference kernels take for other numbers."""
+    """Return subgraph and index of each weight that the reference kernels misread."""
     misread = set()
     for graph in model.subgraphs:
         for tensor in graph.tensors:
@@ -176,7 +175,7 @@ def _find_misread_weights(model: TfliteModel) -> set[tuple[int, int]]:
         for operator in graph.operators:
             if operator.kind not in ("FULLY_CONNECTED", "BATCH_MATMUL"):
                 continue
-            # With activations in codes the product is one of integers, which they compute as it is.
+            # If activations have codes, the product is one of integers, which they compute correctly.
             first, second = (graph.tensors[index] for index in operator.inputs[:2])
             if first.type == TensorType.FLOAT32 and _holds_lowest_int8(model, second):
                 misread.add((second.subgraph, second.index))
@@ -184,17 +183,18 @@ def _find_misread_weights(model: TfliteModel) -> set[tuple[int, int]]:
 
 
 def _run_step(runner: Any, names: Mapping[str, str], inputs: GraphInputs) -> Outputs:
-    """One step of the section, which calls its inputs by ``names``."""
-    takes = runner.get_input_details()
-    gives = runner.get_output_details()
-    computed = runner(**{name: encode_input(inputs[names[name]], detail) for name, detail in takes.items()})
-    return decode_output(computed[LOGITS], gives[LOGITS]), decode_output(computed[PROJECTED], gives[PROJECTED])
+    """Run one step. ``names`` are the graph's names of the signature's inputs."""
+    input_details = runner.get_input_details()
+    output_details = runner.get_output_details()
+    computed = runner(**{name: encode_input(inputs[names[name]], detail) for name, detail in input_details.items()})
+    logits = decode_output(computed[LOGITS], output_details[LOGITS])
+    return logits, decode_output(computed[PROJECTED], output_details[PROJECTED])
 
 
 def encode_input(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any]:
-    """``values`` as the interpreter takes this input: floats as the nearest codes, ties to even, clipped.
+    """Encode ``values`` for an input of the interpreter: floats as the nearest codes, ties to even, clipped.
 
-    A mask that is no bool is 0, and where it hides a slot the number that LiteRT's runtime writes.
+    A mask that is not bool gets 0 for visible slots, and the number that LiteRT's runtime writes for hidden ones.
     """
     if values.dtype == np.bool_ and detail["dtype"] != np.bool_:
         hidden = HIDDEN_BY_FLOATS[TensorType[np.dtype(detail["dtype"]).name.upper()]]
@@ -211,7 +211,7 @@ def encode_input(values: NDArray[Any], detail: Mapping[str, Any]) -> NDArray[Any
 
 
 def decode_output(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
-    """What the interpreter gives for this output, flat, as float32."""
+    """Decode an output of the interpreter to flat float32."""
     flat = values.reshape(-1)
     if flat.dtype == np.float32:
         return flat
@@ -222,21 +222,21 @@ def decode_output(values: NDArray[Any], detail: Mapping[str, Any]) -> Floats:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Without what the interpreter's C++ writes to stderr; what goes wrong comes as an exception too."""
+    """Discard what the interpreter's C++ writes to stderr; its errors are raised as exceptions, too."""
     sys.stderr.flush()
     stderr_copy = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)
+        os.dup2(null, 2)
         yield
     finally:
         os.dup2(stderr_copy, 2)
         os.close(stderr_copy)
-        os.close(nothing)
+        os.close(null)
 
 
 def is_coded(tensor: Tensor) -> bool:
-    """Whether the integers of ``tensor`` stand for real numbers by scales of its own."""
+    """Whether ``tensor`` holds codes: integers with scales."""
     quantization = tensor.quantization
     return (
         tensor.type not in FLOAT_TYPES
@@ -246,16 +246,16 @@ def is_coded(tensor: Tensor) -> bool:
 
 
 def convert_to_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_coded) -> bytes:
-    """The section of ``model`` in floats, which Google's own classes of the schema take apart and write again.
+    """Return the section of ``model`` with float32 in place of codes, rewritten by Google's own schema classes.
 
-    ``chosen`` are the tensors to make float32; by default all that hold codes. UnsupportedError for codes that this
-    release cannot read, FormatError for damaged quantization.
+    ``chosen`` selects the tensors to convert; by default all that hold codes. Raise UnsupportedError for codes that
+    this release cannot read, FormatError for damaged quantization.
     """
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     section = schema.ModelT.InitFromPackedBuf(model.region.read(0, model.region.size))
-    # What is written again has nothing behind its flatbuffer: constants that lie there are brought in.
+    # The new section has nothing behind its flatbuffer, so constants that lie there move into it.
     for buffer in section.buffers:
         if buffer.data is None and buffer.offset > 1:
             buffer.data = np.frombuffer(model.region.read(buffer.offset, buffer.size), np.uint8)
@@ -273,7 +273,7 @@ def convert_to_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_
                 floats = QuantizedTensor.of(model, stored).floats().view(np.uint8)
                 section.buffers.append(schema.BufferT(data=floats))
         _cast_between_floats(graph, subgraph, section.operatorCodes.index(cast))
-    # A builder that grows copies everything again and again.
+    # A builder that has to grow copies everything each time.
     size = sum(len(buffer.data) for buffer in section.buffers if buffer.data is not None)
     builder = flatbuffers.Builder(_TABLE_BYTES + size)
     builder.Finish(section.Pack(builder), TFLITE_IDENTIFIER)
@@ -281,7 +281,7 @@ def convert_to_floats(model: TfliteModel, chosen: Callable[[Tensor], bool] = is_
 
 
 def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
-    """Make every QUANTIZE and DEQUANTIZE between two floats the section's operator of number ``cast``: a CAST."""
+    """Replace every QUANTIZE and DEQUANTIZE between two floats by the operator code of index ``cast``."""
     for node, operator in zip(graph.operators, subgraph.operators, strict=True):
         ends = {graph.tensors[index].type for index in (*operator.inputs, *operator.outputs)}
         if operator.kind in ("QUANTIZE", "DEQUANTIZE") and ends == {int(TensorType.FLOAT32)}:
@@ -291,7 +291,7 @@ def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
 
 
 def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an INT8 constant with the code -128 in it."""
+    """Whether ``tensor`` is an INT8 constant that contains the code -128."""
     if tensor.type != TensorType.INT8 or not model.has_data(tensor):
         return False
     region = model.locate(tensor)

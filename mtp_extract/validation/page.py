@@ -1,4 +1,4 @@
-"""A validation as its reader sees it: large figures, tables and pictures; and the directory that it is written to."""
+"""The page of a validation, with headlines, tables and pictures; and the directory that it is written to."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ _STANDING = {
 
 
 def write_validation(validation: Validation, target: Path, *, overwrite: bool = False, inputs: InputPaths = ()) -> None:
-    """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``.
+    """Write ``report.html``, ``report.json`` and, with a base, ``pair.json``: all of them or none.
 
-    Nothing is written unless all is, and none of ``inputs``, which were read, is replaced. OutputError where it cannot
-    be written.
+    Raise OutputError if they cannot be written, or if that would replace one of ``inputs``.
     """
     with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
         if validation.pair is not None:
@@ -48,7 +47,7 @@ def write_validation(validation: Validation, target: Path, *, overwrite: bool = 
 
 
 def page_of(validation: Validation) -> Page:
-    """The page."""
+    """Build the page of ``validation``."""
     about = list[str]()
     if base := validation.base:
         template = "with" if base.chat_template else "without"
@@ -69,7 +68,7 @@ def page_of(validation: Validation) -> Page:
 
 
 def _list_run_facts(run: RunFacts) -> Iterator[str]:
-    """When, by which command, of which prompts and with what it was measured."""
+    """Yield time, command, hash of the prompts, and versions of packages."""
     yield f"Measured {run.when}"
     if run.command is not None:
         yield f"by {run.command}"
@@ -80,7 +79,7 @@ def _list_run_facts(run: RunFacts) -> Iterator[str]:
 
 
 def build_tables(validation: Validation) -> Iterator[ReportTable]:
-    """The tables in the order in which they are read."""
+    """Yield the tables in reading order."""
     if validation.drafters:
         if validation.drafters[0].worth:
             yield worth(validation)
@@ -93,7 +92,7 @@ def build_tables(validation: Validation) -> Iterator[ReportTable]:
 
 
 def worth(validation: Validation) -> ReportTable:
-    """What drafting is worth: every chain and tree of every drafter."""
+    """Build the table of all chains and trees of all drafters: tokens per round, speedup, same text."""
     base = validation.base
     first, *others = validation.drafters
     assert base is not None
@@ -112,30 +111,30 @@ def worth(validation: Validation) -> ReportTable:
         "What drafting is worth",
         ("drafts", _ROUND, "speedup", "predicted", "same text"),
         rows,
-        what="Tokens that one forward of the base yields, and how much sooner text is there.",
+        what="Tokens per forward of the base, and how much faster text is generated.",
         about=(
-            "Tokens per round, of the loop along all texts: drafts that stand, and the base's own token. Speedup: "
-            f"tokens a second of {base.timed} texts, one at a time, over the base alone; predicted: by tokens per "
-            "round and the times of a round's drafts, its verification and the base's forward. Same text: of these, "
-            "those that the base alone writes so. The base alone: "
-            f"{format_number(base.tokens_per_s, '.1f')} tokens a second, {format_number(base.forward_ms, '.2f')} ms a "
-            f"forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
+            "Tokens per round, of the loop along all texts: accepted drafts, and the base's own token. Speedup: "
+            f"tokens per second of {base.timed} texts, one at a time, over the base alone; predicted: by tokens per "
+            "round and the times of a round's drafts, its verification and the base's forward. Same text: those of "
+            "these texts that are what the base alone writes. The base alone: "
+            f"{format_number(base.tokens_per_s, '.1f')} tokens per second, {format_number(base.forward_ms, '.2f')} ms "
+            f"per forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
         picture=partial(figures.bars, lengths, _ROUND, strong=best),
     )
 
 
 def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
-    """How often each draft of a round stands."""
+    """Build the table of acceptance by draft step."""
     first, *others = drafters
     by_step = first.agreement.steps
     curves = {
         "top-1": [step.top1 for step in by_step],
         "top-5": [step.top5 for step in by_step],
         "accepted": [step.conditional for step in by_step],
-        **{f"{other.name}: accepted": [step.conditional for step in other.agreement.steps] for other in others},
+        **{f"{drafter.name}: accepted": [step.conditional for step in drafter.agreement.steps] for drafter in others},
     }
-    # In the picture from the highest to the lowest.
+    # The picture lists curves from the highest to the lowest.
     order = ("top-5", "accepted", *curves)
     lines = {name: [_to_percent(points) for points in curves[name] if points.value is not None] for name in order}
     return ReportTable(
@@ -145,7 +144,7 @@ def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
             (step.step, step.top1.n, *(format_rate(curve[step.step - 1]) for curve in curves.values()))
             for step in by_step
         ],
-        what="How often each draft of a round is what the base says, at every position of the base's own text.",
+        what="How often each draft of a round is the base's token, at every position of the base's own text.",
         about=(
             f"Teacher-forced over the base's own greedy text after {first.agreement.texts} prompts. Accepted: of "
             "the positions at which all drafts before it were. Top-1: the draft is the base's token; top-5: the base's "
@@ -163,19 +162,19 @@ def _build_workload_table(drafters: Sequence[DrafterFigures]) -> ReportTable:
     for name, workload in _list_workloads(first).items():
         first_draft = workload.steps[0]
         cells = [format_rate(first_draft.top1), format_rate(first_draft.top5), format_mean(workload.teacher_forced)]
-        for other in others:
-            change = other.changes.get(name, other.change)
-            cells += [format_mean(_list_workloads(other)[name].teacher_forced), format_change(change)]
+        for drafter in others:
+            change = drafter.changes.get(name, drafter.change)
+            cells += [format_mean(_list_workloads(drafter)[name].teacher_forced), format_change(change)]
         rows.append((name, workload.texts, *cells))
-    more = [title for other in others for title in (f"{other.name}: {_FORCED}", "to the first")]
+    more = [title for drafter in others for title in (f"{drafter.name}: {_FORCED}", "to the first")]
     return ReportTable(
         "Acceptance by workload",
         ["workload", "texts", "top-1 %, step 1", "top-5 %, step 1", _FORCED, *more],
         rows,
-        what=f"The first draft, and what rounds of {len(first.agreement.steps)} drafts come to, by kind of text.",
+        what=f"The first draft, and tokens per round of {len(first.agreement.steps)} drafts, by kind of text.",
         about=(
             "Teacher-forced tokens per round: 1 + accepted drafts, from every position. Rounds of the loop begin where "
-            "others ended, which is more often at a token that is hard to draft, and come to less."
+            "others ended, more often at a token that is hard to draft, and yield fewer."
             + (" Differences are text by text, each with its own interval." if others else "")
         ),
         picture=partial(figures.bars, {drafter.name: _list_forced_points(drafter) for drafter in drafters}, _FORCED),
@@ -192,7 +191,7 @@ def _list_forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:
 
 
 def checks(validation: Validation) -> ReportTable:
-    """Is it the drafter of the file, question by question."""
+    """Build the table of checks against the bundle."""
     answers = {True: "passed", False: "refuted", None: "not checked"}
     return ReportTable(
         "Is it the drafter of the file?",
@@ -204,7 +203,7 @@ def checks(validation: Validation) -> ReportTable:
 
 
 def build_controls_table(validation: Validation) -> ReportTable:
-    """What the drafter reaches with one thing broken at a time."""
+    """Build the table of the drafter's first draft with one thing broken at a time."""
     rows: list[Sequence[str]] = []
     points = {"the real drafter": _to_percent(validation.drafters[0].agreement.steps[0].top1)}
     for control in validation.controls:
@@ -219,8 +218,8 @@ def build_controls_table(validation: Validation) -> ReportTable:
         rows,
         what="The same with one thing broken on purpose: each should draft worse.",
         about=(
-            "Below by: points of top-1 that the drafter is ahead, at the same positions; in 95 % of measurements all "
-            "intervals hold together. What would change nothing of this drafter is left out."
+            "Below by: points of top-1 that the drafter is ahead, at the same positions; all intervals hold together "
+            "in 95 % of measurements. Controls that would change nothing of this drafter are left out."
         ),
         picture=partial(
             figures.bars, {"": points}, "top-1 of the first draft (%)", form=".1f", strong="the real drafter"

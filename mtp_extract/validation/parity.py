@@ -1,10 +1,11 @@
-"""Another program as a witness: it runs draft steps that the reference runs too, and the outputs are compared.
+"""Compare the outputs of another program with those of the reference, on the same random draft steps.
 
-Here it is transformers, which must load the checkpoint without a key too few or too many; in ``interpreter``, Google's.
+Here the program is transformers, which must load the checkpoint without missing or unexpected keys; in ``interpreter``
+it is Google's interpreter.
 
-The steps are random: positions from 1 to well past the window, numbers as large as the section's own integers expect
-(deviating by an eighth of what they can hold), or of unit size where it has floats. A program may fail with this
-drafter because its release is broken: it refutes a drafter only if it passes one that is known to be right.
+Positions go from 1 to well past the window. Inputs have a standard deviation of an eighth of what the section's
+integers can hold, or of 1 if it has floats. A program may fail because its release is broken: it refutes a drafter only
+if it passes the sample's drafter, which is known to be right.
 """
 
 from __future__ import annotations
@@ -40,70 +41,70 @@ from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.extraction import extract_drafter
 from mtp_extract.pipeline.plan import WritingPlan
 
-_LONGEST = 768  # slots; random contents of the 32003 of a published file prove nothing more
-# Real tokens bring numbers of a root mean square of 3.2 to E2B's input grid, which ends at 24.4. With twice as much,
-# the grids behind it cut off so much that a drafter of E4B's size and its file are correlated by 0.67; so, by 0.91.
+_LONGEST = 768  # slots; filling all 32003 of a published file would prove no more
+# At E2B's input, quantized with a range of 24.4, real tokens have a root mean square of 3.2. With twice this share
+# later activations clip so much that a drafter of E4B's size and its file correlate by 0.67; with this one by 0.91.
 _SHARE_OF_RANGE = 0.125
-_QUIET = np.float32(1e-3)
-_KEY_SPREAD = 3.0  # queries have the length √head_dim: keys of this over √head_dim spread attention logits by as much
+_QUIET = np.float32(1e-3)  # factor of activations so small that epsilons of norms show
+# Standard deviation of attention scores: a query has the norm √head_dim, so keys deviate by this over √head_dim.
+_KEY_SPREAD = 3.0
 
-FIRST_POSITIONS = 8  # positions below it are the first ones: their angles are exact but for the last bits
-TOLERANCE = 1e-4  # of the range of an output of transformers: the same arithmetic in float32, in another order
+FIRST_POSITIONS = 8  # RoPE angles at positions below it are exact but for the last bits
+TOLERANCE = 1e-4  # largest difference from transformers, as a share of an output's range: float32 in another order
 _SAMPLES = 4  # steps that transformers runs
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
-# What signatures take for one draft step, by name; activations and caches in float32. Some take no mask.
+# Inputs of one draft step by name; activations and caches in float32. Not all signatures take all of them.
 GraphInputs = Mapping[str, NDArray[Any]]
 Outputs = tuple[Floats, Floats]  # logits [vocabulary] and projected state [base width] of one step
-# Directory, its drafter in float32, and the file's drafter → whether a program agrees, and the evidence.
+# (directory, its drafter in float32, the file's drafter) → whether both agree (None: unknown), and the evidence.
 Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far two programs' outputs are from each other, over all steps."""
+    """Differences of two programs' outputs, over all steps."""
 
-    logits: float  # largest difference, as a share of that step's range; infinite where a number is none
-    state: float  # likewise
-    correlation: float  # mean over the steps, of the output where it is less
-    top1: int  # steps with the same largest logit
+    logits: float  # largest difference, as a share of the range of that step's logits; infinite for NaN
+    state: float  # the same of projected states
+    correlation: float  # mean over the steps; the lower one of logits and states
+    top1: int  # steps with the same argmax
 
     @property
     def worst(self) -> float:
-        """The larger difference of the two outputs."""
+        """The larger of both differences."""
         return max(self.logits, self.state)
 
 
 def list_cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
-    """By layer type, the names of the inputs for K and V, each with the axes of its heads, slots and dimensions."""
+    """Return, by layer type, the input names of K and V, each with its axes of heads, slots and dimensions."""
     axes: dict[str, CacheAxes] = {}
     for layer in source.walk.layers:
         axes |= {layer.key: layer.attention.scores.axes, layer.value: layer.attention.axes}
     caches = {}
     for kind, (key, value) in source.kv.items():
         if key not in axes or value not in axes:
-            # No attention was read: K and V lie as in every published file, where V is transposed.
+            # No attention was read: assume the layout of all published files, where V is transposed.
             axes |= {key: (1, 2, 3), value: (1, 3, 2)}
         caches[kind] = (key, axes[key]), (value, axes[value])
     return caches
 
 
 def view_by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
-    """A view of ``cache`` as [1, KV heads, slots, head_dim]; what is written into it is written into ``cache``."""
+    """Return a view of ``cache`` as [1, KV heads, slots, head_dim]; writing to it writes to ``cache``."""
     heads, slots, dimensions = axes
     in_order = [axis for axis in (heads, slots, dimensions) if axis is not None]
-    # Every other axis has one element.
-    single = [axis for axis in range(cache.ndim) if axis not in in_order]
-    ordered = cache.transpose(*single, *in_order)
+    unit_axes = [axis for axis in range(cache.ndim) if axis not in in_order]
+    ordered = cache.transpose(*unit_axes, *in_order)
     view: NDArray[Any] = ordered.reshape(1, -1, *ordered.shape[-2:])
     return view
 
 
 def draw_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
-    """``count`` random steps at positions spread from 1 to the end of the caches; the same for the same seed.
+    """Draw ``count`` random steps at positions from 1 to the end of the caches.
 
-    With ``quiet`` each at one of the first positions comes again, with its activations at a thousandth, where epsilons
-    of norms show.
+    With ``quiet`` each step at one of the :data:`FIRST_POSITIONS` is repeated with a thousandth of its activations,
+    which shows the epsilons of norms.
     """
     random = np.random.default_rng(seed)
     first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
@@ -122,12 +123,12 @@ def draw_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False
 
 
 def _build_position_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
-    """The inputs that say where a step stands and what it sees: position, masks, and parameters."""
+    """Return the inputs of a step that depend on its position alone: position, masks, and parameters."""
     end = find_longest_cache(source)
     slots = np.arange(end)
     past = slots <= position
     in_window = slots > position - (source.config.sliding_window or end)
-    # [start, end, end]: the newest slot, and one past the last that may be read.
+    # [start, end, end]: the newest slot, and one past the last readable slot.
     parameters = [position, position + 1, position + 1, 0, 0, 0, 0]
     return {
         INPUT_POS: np.array([position], np.int32),
@@ -138,7 +139,7 @@ def _build_position_inputs(source: Shard, position: int) -> dict[str, NDArray[An
 
 
 def _draw_caches(source: Shard, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
-    """K and V of every layer type by the name of their input: random up to ``position``, zeros after it."""
+    """Draw K and V of every layer type, by input name: random up to ``position``, zeros after it."""
     contents: dict[str, NDArray[Any]] = {}
     for kind, (keys, values) in list_cache_inputs(source).items():
         key_spread = _KEY_SPREAD / source.config.kv_layers[kind].head_dim ** 0.5
@@ -151,24 +152,24 @@ def _draw_caches(source: Shard, position: int, random: np.random.Generator) -> d
 
 
 def choose_positions(source: Shard, count: int, *, quiet: bool = False) -> list[int]:
-    """The positions of :func:`draw_inputs`; ``quiet``, those below :data:`FIRST_POSITIONS` twice."""
+    """Return the positions of :func:`draw_inputs`; with ``quiet``, those below :data:`FIRST_POSITIONS` twice."""
     last = min(find_longest_cache(source), _LONGEST) - 1
     positions: list[int] = np.geomspace(1, last, count).round().astype(int).tolist()
     return sorted(positions + [position for position in positions if quiet and position < FIRST_POSITIONS])
 
 
 def find_longest_cache(source: Shard) -> int:
-    """Slots of the longest cache."""
+    """Return the number of slots of the longest cache."""
     return max(source.walk.caches[key].shape[slots] for (key, (_, slots, _)), _ in list_cache_inputs(source).values())
 
 
 def compute_allowed_difference(terms: int, position: int) -> float:
-    """Largest difference of an output, as a share of its range, that two programs in float32 may show.
+    """Return the largest difference, as a share of an output's range, that two programs in float32 may show.
 
-    Every rounding is off by up to 2^-24 of a number. Those of a sum of ``terms`` products, added in another order,
-    wander off by the root of their number; ten times that covers the thirty sums that a drafter takes one after the
-    other, of which 1 to 5 were measured at widths of 240 to 5120. Roots, exponentials and tangents round too, so that
-    short sums are given no less than those of 256. And an angle at ``position`` is a product of two rounded numbers.
+    It is 2⁻²⁴ · (10 · √terms + 2 · position), with at least 256 terms. One rounding is off by up to 2⁻²⁴ of a number;
+    the errors of a sum of ``terms`` products in another order grow with √terms. The factor 10 covers a drafter's thirty
+    sums one after another; 1 to 5 were measured at widths of 240 to 5120. Roots, exponentials and tangents round, too,
+    hence the least of 256. A RoPE angle at ``position`` is a product of two rounded numbers.
     """
     return 2**-24 * (10 * math.sqrt(max(terms, 256)) + 2 * position)
 
@@ -176,9 +177,9 @@ def compute_allowed_difference(terms: int, position: int) -> float:
 def _draw_cache(
     random: np.random.Generator, shape: tuple[int, ...], tensor: Tensor, spread: float
 ) -> NDArray[np.float64]:
-    """Numbers for a cache: of codes, those that codes stand for, so that a program in floats is given the same.
+    """Draw the contents of a cache. A quantized cache gets values that its codes can represent exactly.
 
-    They deviate by ``spread``, in floats; in codes, by an eighth of the largest number that one can stand for.
+    The standard deviation is ``spread`` for floats, an eighth of the largest representable value for codes.
     """
     packing = CODE_TYPES.get(tensor.type) if tensor.type is not None else None
     quantization = tensor.quantization
@@ -192,18 +193,18 @@ def _draw_cache(
 
 
 def read_visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
-    """By layer type, K and V up to the position, each [1, KV heads, position + 1, head_dim]."""
+    """Return, by layer type, K and V up to the step's position, each [1, KV heads, position + 1, head_dim]."""
     slots = int(inputs[INPUT_POS][0]) + 1
 
-    def visible(name: str, axes: CacheAxes) -> torch.Tensor:
+    def read(name: str, axes: CacheAxes) -> torch.Tensor:
         return torch.from_numpy(view_by_slot(inputs[name], axes)[:, :, :slots])
 
-    return {kind: (visible(*keys), visible(*values)) for kind, (keys, values) in list_cache_inputs(source).items()}
+    return {kind: (read(*keys), read(*values)) for kind, (keys, values) in list_cache_inputs(source).items()}
 
 
 @torch.inference_mode()
 def run_reference(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
-    """What ``drafter``, float32 on the CPU, computes of ``inputs``."""
+    """Run ``drafter``, float32 on the CPU, on ``inputs``."""
     position = torch.from_numpy(inputs[INPUT_POS])[None].long()
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
     base = BaseOutput(position, position, hidden, {}, read_visible_slots(source, inputs))
@@ -214,33 +215,34 @@ def run_reference(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Ou
 
 @np.errstate(all="ignore")
 def compare_outputs(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> OutputDifference:
-    """How far ``ours`` are from ``theirs``, step by step."""
-    logits = [(mine[0], other[0].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
-    states = [(mine[1], other[1].astype(np.float64)) for mine, other in zip(ours, theirs, strict=True)]
-    top1 = sum(int(mine.argmax() == other.argmax()) for mine, other in logits)
+    """Compare two programs' outputs step by step."""
+    pairs = list(zip(ours, theirs, strict=True))
+    logits = [(a[0], b[0].astype(np.float64)) for a, b in pairs]
+    states = [(a[1], b[1].astype(np.float64)) for a, b in pairs]
+    top1 = sum(int(a.argmax() == b.argmax()) for a, b in logits)
     correlation = min(_compute_mean_correlation(logits), _compute_mean_correlation(states))
     return OutputDifference(_find_largest_difference(logits), _find_largest_difference(states), correlation, top1)
 
 
 def _find_largest_difference(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
-    """As a share of the range of the second; infinite where a number is none."""
-    shares = [float(np.abs(mine - other).max() / np.ptp(other)) for mine, other in pairs]
+    """Return max |a - b| / (max b - min b) over all pairs; infinite for NaN."""
+    shares = [float(np.abs(a - b).max() / np.ptp(b)) for a, b in pairs]
     return max(share if math.isfinite(share) else math.inf for share in shares)
 
 
 def _compute_mean_correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]]) -> float:
-    return float(np.mean([np.corrcoef(mine, other)[0, 1] for mine, other in pairs]))
+    return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs]))
 
 
 def run_check(name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
-    """The check ``name``: passed or not as ``examine`` says; open where it calls the sample's drafter wrong, too."""
+    """Run ``examine`` as the check ``name``; it stays open if ``examine`` fails with the sample's drafter, too."""
     passed, evidence = examine(directory, drafter, source)
     if passed is False:
         with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
-            place = Path(folder) / "sample"
-            extract_drafter(sample_bundle(), place, WritingPlan(dtype="f32"))
-            checks, _ = examine(place, load_drafter(place), opened.drafter())
-        if not checks:
+            sample = Path(folder) / "sample"
+            extract_drafter(sample_bundle(), sample, WritingPlan(dtype="f32"))
+            sample_passed, _ = examine(sample, load_drafter(sample), opened.drafter())
+        if not sample_passed:
             passed = None
             evidence = f"it fails with a drafter that is known to be right, too: {evidence}"
     return Check(name, what, passed, evidence)
@@ -252,9 +254,8 @@ def run_check(name: str, what: str, examine: Examination, directory: Path, draft
 def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
     """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
 
-    The check is left open where transformers cannot be asked, where it calls a drafter wrong that is known to be right,
-    and where it fails and is of no release that was tried. The signature of ``source``, the file's drafter, says what
-    inputs there may be.
+    The check stays open if transformers cannot be imported, if it fails with the sample's drafter, too, or if it fails
+    and is not a supported release. ``source``, the file's drafter, has the signature of the inputs.
     """
     what = "transformers loads it strictly, and computes what the reference does"
     if format_of(directory).name != "transformers":
@@ -272,7 +273,7 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
 
 
 def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
-    """Whether it loads and computes as ``drafter`` does, and the evidence."""
+    """Return whether transformers loads ``directory`` and computes what ``drafter`` does, and the evidence."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -281,15 +282,15 @@ def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Sha
             directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
         model, info = loaded
-        if odd := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
-            return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in odd.items())
+        if faults := {name.replace("_", " "): info[name] for name in _KEYS if info.get(name)}:
+            return False, "; ".join(f"{name} {escape(', '.join(map(str, keys)))}" for name, keys in faults.items())
         theirs = [
             _run_transformers_step(model, source, drafter.config, inputs) for inputs in draw_inputs(source, _SAMPLES)
         ]
         worst = compare_outputs(
             [run_reference(drafter, source, x) for x in draw_inputs(source, _SAMPLES)], theirs
         ).worst
-    except Exception as error:  # noqa: BLE001 - what a damaged directory raises there has no class of its own
+    except Exception as error:  # noqa: BLE001 - transformers raises any class for a damaged directory
         return False, f"it does not load, or does not run: {escape(' '.join(str(error).split()))}"
     evidence = f"outputs within {worst:.1g} of their range for {_SAMPLES} inputs, {TOLERANCE:g} being allowed"
     return worst <= TOLERANCE, evidence
@@ -297,21 +298,20 @@ def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Sha
 
 @torch.inference_mode()
 def _run_transformers_step(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
-    """What transformers computes of ``inputs``."""
-    # The caches hold what the query may see, and no more: a sliding mask has nothing left to hide.
+    # The caches hold only the slots that the query may see, so no mask has to hide any.
     kv = {
         kind: tuple(part[:, :, -(config.kv_layers[kind].sliding_window or part.shape[2]) :] for part in pair)
         for kind, pair in read_visible_slots(source, inputs).items()
     }
-    only = next(iter(kv.values()))
+    any_kv = next(iter(kv.values()))
     output = model(
         inputs_embeds=torch.from_numpy(inputs[ACTIVATIONS]),
         position_ids=torch.from_numpy(inputs[INPUT_POS])[None].long(),
-        # It makes a mask of either kind, whether a layer has use for it or not.
-        shared_kv_states={SLIDING: only, FULL: only, **kv},
+        # transformers makes masks of both kinds, even of one that no layer has.
+        shared_kv_states={SLIDING: any_kv, FULL: any_kv, **kv},
     )
     logits = output.logits.float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if cap is not None:  # transformers leaves the cap to whoever samples
+    if cap is not None:  # transformers applies the cap in sampling only
         logits = torch.tanh(logits / cap) * cap
     return logits.numpy().reshape(-1), output.last_hidden_state.float().numpy().reshape(-1)

@@ -1,6 +1,6 @@
-"""What a validation found: the record that ``report.json`` holds, and what it says in words.
+"""The record of a validation, written as ``report.json``, and its summary in words.
 
-The words are the four large figures, the verdict, and what to know of the figures; page and terminal show them.
+The words are the four headlines, the verdict, the findings and the notes; page and terminal show them.
 """
 
 from __future__ import annotations
@@ -29,74 +29,74 @@ _IDENTITY = {
     NAMED: "Its weights are those of the file; its outputs were not compared.",
 }
 _MEANS = {
-    "Tokens per round": "Drafts that stand, and the base's own token; 1 without a drafter.",
-    "Speedup": "Tokens a second with the drafter, over the base alone.",
-    "Same text": "Texts that are what the base alone writes, to the last token.",
+    "Tokens per round": "Accepted drafts, and the base's own token; 1 without a drafter.",
+    "Speedup": "Tokens per second with the drafter, over the base alone.",
+    "Same text": "Texts that are exactly what the base alone writes.",
 }
 
 
 class RunFacts(Record):
-    """When and how it was measured, for whoever measures it again."""
+    """When and how a validation was measured, to repeat it."""
 
-    when: str  #: it began, in UTC
-    command: str | None  #: as it was typed, but of paths here the names alone; null where a program asked
-    prompts_sha256: str | None  #: of the file of prompts, as `sha256sum` prints it; null where none were read
-    versions: dict[str, str]  #: of Python, and of the packages that compute as far as they are installed
+    when: str  #: start, in UTC
+    command: str | None  #: as typed, but with names in place of local paths; null if called from Python
+    prompts_sha256: str | None  #: of the file of prompts; null if none was read
+    versions: dict[str, str]  #: of Python and the installed packages that compute
 
 
 class BaseFacts(Record):
-    """The base, how it was run, and its times alone, one text at a time."""
+    """The base, how it ran, and its times without drafts, one text at a time."""
 
     name: str  #: directory or Hub id
-    dtype: str  #: it was run in
-    devices: list[str]  #: it was run on
-    chat_template: bool  #: whether prompts went through it
-    timed: Count  #: texts that were generated to take times, with it alone and with every chain and tree
-    tokens_per_s: float | None  #: after the first token of each
-    forward_ms: float | None  #: one forward over one token
+    dtype: str  #: of its weights
+    devices: list[str]  #: that it ran on
+    chat_template: bool  #: whether prompts went through its chat template
+    timed: Count  #: texts generated to take times, by the base alone and with every chain and tree
+    tokens_per_s: float | None  #: after the first token of each text
+    forward_ms: float | None  #: of one token
 
 
 class DrafterFigures(Record):
-    """How a drafter drafts for the base."""
+    """Acceptance and speed of a drafter with the base."""
 
-    name: str  #: as the report calls it
-    tuned: str | None  #: how it was tuned, by its record; null where that says nothing of it
+    name: str  #: in the report
+    tuned: str | None  #: mode of tuning, by its record; null if none is recorded
     agreement: Workload  #: over all texts
     workloads: dict[str, Workload]  #: the same by workload
-    worth: dict[str, Worth]  #: by what was drafted: `3` a chain of three, `4x2x1` a tree of that shape; chains first
-    best: str  #: the chain that is predicted to be worth most
-    change: Change  #: in teacher-forced tokens per round from the first drafter to this one; 0 for the first itself
+    worth: dict[str, Worth]  #: by shape of drafts: `3` is a chain of three, `4x2x1` a tree; chains first
+    best: str  #: the chain with the highest predicted speedup
+    change: Change  #: of teacher-forced tokens per round from the first drafter to this one; 0 for the first
     changes: dict[str, Change]  #: the same by workload
 
 
 class Validation(Record, kw_only=True):
-    """A whole validation. What was not asked for is null, or empty."""
+    """A validation. Parts that were not asked for are null or empty."""
 
-    version: int = 8  #: version of this file
-    tool: Tool  #: what wrote it
+    version: int = 8  #: version of this record's form
+    tool: Tool  #: the tool that wrote it
     run: RunFacts | None = None  #: when and how it was measured
     verdict: str = ""  #: the result in a sentence
     verified: bool = False  #: whether this is the drafter of the file: all needed checks were passed, none failed
     refuted: bool = False  #: whether a check failed
-    #: for what it is shown that this is the drafter of the file: `proven` for every input, `measured` for those of
-    #: Google's interpreter, `named` where weights were compared alone; null where it was refuted or not checked
+    #: how it is known that this is the drafter of the file: `proven` for every input, `measured` for the inputs of
+    #: Google's interpreter, `named` if only weights were compared; null if it was refuted or not checked
     evidence: Literal["proven", "measured", "named"] | None = None
-    inputs: Count | None = None  #: that Google's interpreter was given; null where it was not asked
+    inputs: Count | None = None  #: number of inputs that Google's interpreter ran; null if it did not run
     drafter: str  #: the directory
-    source: str | None = None  #: name of the file it was compared with
+    source: str | None = None  #: name of the bundle that it was compared with
     base: BaseFacts | None = None  #: the base and how it ran
-    settings: dict[str, Any] = field(default_factory=dict)  #: what a second run needs: prompts, lengths, seeds
-    notes: list[str] = field(default_factory=list)  #: things worth knowing that are not errors
-    checks: list[Check] = field(default_factory=list)  #: against the file
-    #: this one, then the one beside it, on the same texts
+    settings: dict[str, Any] = field(default_factory=dict)  #: to repeat the run: prompts, lengths, seeds
+    notes: list[str] = field(default_factory=list)  #: remarks that are not errors
+    checks: list[Check] = field(default_factory=list)  #: against the bundle
+    #: this drafter, then the one compared with it, on the same texts
     drafters: list[DrafterFigures] = field(default_factory=list)
-    #: what this drafter reaches with one thing broken at a time
+    #: this drafter with one thing broken at a time
     controls: list[ControlResult] = field(default_factory=list)
     pair: dict[str, Any] | None = None  #: base and drafter as the parts of one model, as in `pair.json`
 
 
 def conclude(validation: Validation) -> Validation:
-    """``validation`` with the best chain of each drafter and its verdict: verified, refuted, and in a few sentences."""
+    """Fill in the best chain of each drafter and the verdict, and return ``validation``."""
     for drafter in validation.drafters:
         drafter.best = choose_best_chain(drafter.worth) if drafter.worth else ""
     passed = _list_check_names(validation, True)
@@ -106,8 +106,8 @@ def conclude(validation: Validation) -> Validation:
 
     identity, *measured = list_headlines(validation)
     if validation.drafters and validation.drafters[0].worth:
-        words = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in measured)
-        drafting = f"Measured: {'; '.join(words)}"
+        figures = (f"{headline.name.lower()} {headline.value} ({headline.of})" for headline in measured)
+        drafting = f"Measured: {'; '.join(figures)}"
     else:
         why = "it ended before that" if validation.base else "it was run beside none"
         drafting = f"Not measured: how well it drafts for a base ({why})"
@@ -117,7 +117,7 @@ def conclude(validation: Validation) -> Validation:
 
 
 def _list_check_names(validation: Validation, answer: bool | None) -> list[str]:
-    """Of the checks that were passed, that refute, or that were left open."""
+    """List the checks that passed (True), failed (False) or stayed open (None)."""
     return [check.name for check in validation.checks if check.passed is answer]
 
 
@@ -130,7 +130,6 @@ def _find_evidence(validation: Validation, passed: Sequence[str]) -> Literal["pr
 
 
 def _explain_verdict(validation: Validation) -> str:
-    """Why the verdict is what it is."""
     source = validation.source
     if validation.refuted:
         refuted = [check for check in validation.checks if check.passed is False]
@@ -138,7 +137,7 @@ def _explain_verdict(validation: Validation) -> str:
     if validation.verified:
         return f"the checkpoint is the drafter of {source} ({', '.join(_list_check_names(validation, True))})"
     if validation.evidence is not None:
-        # Everything but the graph was compared.
+        # All checks passed but that of the function, which stayed open.
         open_function = next(check.evidence for check in validation.checks if check.name == "function")
         if validation.evidence == NAMED:
             return f"the weights are those of {source}; {open_function}"
@@ -150,7 +149,7 @@ def _explain_verdict(validation: Validation) -> str:
 
 
 def list_headlines(validation: Validation) -> list[Headline]:
-    """Is it the file's drafter? Tokens per round and speedup of the best chain; and does the text stay?"""
+    """List the four headlines: verdict, tokens per round and speedup of the best chain, same text."""
     identity = _build_identity_headline(validation)
     base = validation.base
     if base is None or not (validation.drafters and validation.drafters[0].worth):
@@ -193,9 +192,9 @@ def _build_identity_headline(validation: Validation) -> Headline:
 
 
 def _build_same_text_headline(base: BaseFacts, drafters: Sequence[DrafterFigures]) -> Headline:
-    """Of all that was drafted, what left the fewest texts as the base alone writes them."""
-    drafted = [(name, worth) for drafter in drafters for name, worth in drafter.worth.items()]
-    name, worth = min(drafted, key=lambda pair: pair[1].same_text)
+    """Report the chain or tree with the fewest texts that are what the base alone writes."""
+    plans = [(name, worth) for drafter in drafters for name, worth in drafter.worth.items()]
+    name, worth = min(plans, key=lambda plan: plan[1].same_text)
     all_same = worth.same_text == base.timed
     drafts = "whatever is drafted" if all_same else f"{describe_drafts(name, worth)}, the worst"
     text = f"greedy, in {base.dtype}; {drafts}"
@@ -204,23 +203,23 @@ def _build_same_text_headline(base: BaseFacts, drafters: Sequence[DrafterFigures
 
 
 def describe_drafts(name: str, worth: Worth) -> str:
-    """What was drafted: ``chain of 3``, ``tree 4x2x1``, ``adaptive chain``."""
+    """Return ``chain of 3``, ``tree 4x2x1`` or ``adaptive chain``."""
     if worth.tree is None:
         return f"chain of {name}"
     return f"{name} chain" if worth.tree == ADAPTIVE else f"tree {name}"
 
 
 def describe_findings(validation: Validation) -> Iterator[str]:
-    """What the large figures do not say, in sentences: the first draft, the drafter beside it, and the controls."""
+    """Yield what the headlines leave out, in sentences: the first draft, the other drafter, and the controls."""
     for drafter in validation.drafters[:1]:
         top1 = drafter.agreement.steps[0].top1
         few = "" if top1.ci95 else f" ({undecided(drafter.agreement.texts)})"
         yield f"Its first draft is the base's own token at {format_rate(top1)} % of {top1.n} positions{few}"
-    for other in validation.drafters[1:]:
-        change = other.change
+    for compared in validation.drafters[1:]:
+        change = compared.change
         few = "" if change.interval else f" ({undecided(change.texts)})"
-        by = format_change(change)
-        yield f"Beside it, in teacher-forced tokens per round on the same texts: {other.name} {by}{few}"
+        difference = format_change(change)
+        yield f"Beside it, in teacher-forced tokens per round on the same texts: {compared.name} {difference}{few}"
     if validation.controls:
         yield _describe_controls(validation.controls, validation.drafters[0].agreement.texts)
 
@@ -237,12 +236,12 @@ def _describe_controls(controls: Sequence[ControlResult], texts: int) -> str:
 
 
 def format_change(change: Change) -> str:
-    """A difference with its interval, ``+0.12 (+0.05 to +0.19)``."""
+    """Format a difference with its interval: ``+0.12 (+0.05 to +0.19)``."""
     return format_number(change.mean, "+.2f", change.interval, between=" to ")
 
 
 def list_notes(validation: Validation) -> Iterator[str]:
-    """What makes a figure worth less than it seems, and where text parts."""
+    """Yield what limits the figures, and whether any text differs from the base's own."""
     if not validation.controls:
         yield "Nothing was broken on purpose beside it: the controls are those of an MTP drafter."
     for drafter in validation.drafters:

@@ -1,4 +1,4 @@
-"""A whole validation: against the file, beside the base, and in other programs."""
+"""Run a validation: against the bundle, with the base, and in other programs."""
 
 from __future__ import annotations
 
@@ -53,17 +53,15 @@ from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import BaseFacts, DrafterFigures, RunFacts, Validation, conclude, list_notes
 from mtp_extract.validation.worth import generate_with_base_alone, measure_worth
 
-_SINGLE_THREAD_WIDTH = (
-    256  # width of a base whose matrices are too small to share: more threads would mostly wait for each other
-)
-_SAMPLE = "the sample"  # what a report calls the drafter of the sample
-_COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # whose versions may change a figure
+_SINGLE_THREAD_WIDTH = 256  # matrices of a base up to this width are too small for several threads
+_SAMPLE = "the sample"  # the name of the sample's drafter in a report
+_COMPUTING = ("torch", "transformers", "ai-edge-litert", "numpy")  # packages whose versions may change a figure
 
 
 def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
-    """Measure what ``plan`` asks for: at least one of ``base`` and ``source``.
+    """Measure what ``plan`` asks for.
 
-    Where an error or a signal ends it, the reporter is told the Validation as far as it came.
+    If an error or a signal ends the run, the reporter gets the Validation as far as it came.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -77,7 +75,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
             extract_drafter(sample_bundle(), directory, WritingPlan())
             plan = plan.adapt_to_sample(directory)
-        # What is cheap to see is seen before a bundle is fetched or a base is loaded.
+        # Cheap errors come first, before a bundle is fetched or a base is loaded.
         checkpoint = read_checkpoint(directory)
         validation = _start_validation(plan, name, checkpoint.notes)
 
@@ -89,7 +87,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
             source = drafter_for(opened, checkpoint.mtp)
             validation.checks = check_identity(directory, source)
             if any(check.passed is False for check in validation.checks):
-                # What is refuted needs no second opinion, and may hold numbers that nothing can run.
+                # A refuted checkpoint may hold numbers that no program can run.
                 validation.notes.append("It is refuted already, so nothing was measured.")
                 return conclude(validation)
 
@@ -107,7 +105,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
 
 
 def _start_validation(plan: ValidationPlan, drafter: str, notes: Sequence[str]) -> Validation:
-    """Without results. A file of prompts that cannot be read has no hash; reading it says why."""
+    """Start a record without results. Unreadable prompts get no hash here; reading them later raises the error."""
     prompts_sha256 = None
     if plan.base is not None:
         with suppress(OSError, ValueError):
@@ -128,15 +126,15 @@ def _start_validation(plan: ValidationPlan, drafter: str, notes: Sequence[str]) 
 
 @dataclass(frozen=True)
 class _Contender:
-    """A drafter beside the base, as the report has it."""
+    """A drafter with its base, under its name in the report."""
 
     name: str
-    tuned: str | None  # how it was tuned, by its record; None where nothing says so
+    tuned: str | None  # mode of tuning, by its record; None if none is recorded
     pair: SpeculativeGenerator
 
 
 def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Validation, reporter: Reporter) -> None:
-    """Add to ``validation`` everything that needs the base. What does not fit is said before anything is measured."""
+    """Add to ``validation`` all that needs the base. Errors of options come before any measurement."""
     prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     loaded, contenders = _load_contenders(plan, base, validation.drafter, directory, reporter)
     pair = contenders[0].pair
@@ -172,24 +170,24 @@ def _list_trees(plan: ValidationPlan) -> list[DraftTree]:
 def _load_contenders(
     plan: ValidationPlan, base: str, name: str, directory: Path, reporter: Reporter
 ) -> tuple[LoadedBase, list[_Contender]]:
-    """The base, and beside it the drafter ``name`` in ``directory`` and the other one that the plan may have."""
-    places = {name: directory}
+    """Load the base, the drafter ``name`` in ``directory``, and the drafter that the plan compares with it, if any."""
+    directories = {name: directory}
     if plan.beside is not None:
         read_checkpoint(plan.beside)
-        other = public_name(str(plan.beside))
-        places[other if other != name else f"{other} (2)"] = plan.beside
+        beside = public_name(str(plan.beside))
+        directories[beside if beside != name else f"{beside} (2)"] = plan.beside
     reporter.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     contenders = []
     with memory_guard("loading the drafters"):
-        for each, place in places.items():
-            drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
-            tuning = read_record(place).get("tuning")
+        for drafter_name, folder in directories.items():
+            drafter = load_any(folder, dtype=loaded.drafter_dtype, device=loaded.device)
+            tuning = read_record(folder).get("tuning")
             try:
                 pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
             except PairError as error:
-                raise PairError(f"{escape(place)}: {error}", remedies=error.remedies) from error
-            contenders.append(_Contender(each, str(tuning["mode"]) if tuning else None, pair))
+                raise PairError(f"{escape(folder)}: {error}", remedies=error.remedies) from error
+            contenders.append(_Contender(drafter_name, str(tuning["mode"]) if tuning else None, pair))
     return loaded, contenders
 
 
@@ -201,7 +199,7 @@ def _measure_drafts(
     validation: Validation,
     reporter: Reporter,
 ) -> None:
-    """Add to ``validation`` how ``contenders`` draft along the texts, the controls of the first, and times."""
+    """Add to ``validation`` acceptance of ``contenders`` along the texts, controls of the first, and times."""
     reporter.say("drafting after every token of them, and with one thing broken at a time")
     drafts, controls = _draft_after_every_token(plan, contenders, written, reporter)
     reporter.say("generating a few texts with drafts")
@@ -221,26 +219,29 @@ def _measure_drafts(
         validation.drafters.append(_summarize_contender(contender, first, agreement, written.workloads))
     validation.controls = controls
 
-    # Chains, the longest last; then what is measured besides.
+    # Chains with the longest last, then trees and the adaptive chain, which needs the longest chain's times.
     planned: dict[str, Drafts] = {
         **{str(steps): steps for steps in sorted(set(plan.draft_steps))},
         **plan.drafts_by_name,
     }
-    for contender, drafted, drafter in zip(contenders, drafts, validation.drafters, strict=True):
-        measure_worth(contender.pair, written, *drafted, planned, alone, plan.new_tokens, reporter, drafter.worth)
+    for contender, agreements, drafter in zip(contenders, drafts, validation.drafters, strict=True):
+        measure_worth(contender.pair, written, *agreements, planned, alone, plan.new_tokens, reporter, drafter.worth)
 
 
 def _draft_after_every_token(
     plan: ValidationPlan, contenders: Sequence[_Contender], written: Continuations, reporter: Reporter
 ) -> tuple[list[tuple[Agreement, Agreement | None]], list[ControlResult]]:
-    """What each drafts after its own drafts, as many as the longest chain has, and along the texts, as deep as the
-    deepest tree (None without trees); and the controls of the first."""
+    """Draft after every token with each contender, and with the controls of the first.
+
+    Each contender gets two agreements: after its own drafts, with the steps of the longest chain; and along the texts,
+    with the steps of the deepest tree, or None without trees.
+    """
     drafters = [contender.pair.drafter for contender in contenders]
-    asked: list[DraftRequest] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
+    requests: list[DraftRequest] = [(drafter, max(plan.draft_steps), False) for drafter in drafters]
     if trees := _list_trees(plan):
-        asked += [(drafter, max(tree.depth for tree in trees), True) for drafter in drafters]
+        requests += [(drafter, max(tree.depth for tree in trees), True) for drafter in drafters]
     base = contenders[0].pair.base
-    agreements, controls = draft_together(base, asked, written, batch=plan.batch, reporter=reporter)
+    agreements, controls = draft_together(base, requests, written, batch=plan.batch, reporter=reporter)
     along: Sequence[Agreement | None] = agreements[len(drafters) :] or [None] * len(drafters)
     return list(zip(agreements, along, strict=False)), controls
 
@@ -248,7 +249,7 @@ def _draft_after_every_token(
 def _summarize_contender(
     contender: _Contender, first: Agreement, agreement: Agreement, workloads: Mapping[str, Sequence[int]]
 ) -> DrafterFigures:
-    """How it drafts, beside the ``first`` one; what that is worth is measured later."""
+    """Summarize acceptance, and its change from the ``first`` drafter; worth is measured later."""
     before = compute_acceptance(first)
     after = compute_acceptance(agreement)
     return DrafterFigures(
@@ -266,7 +267,7 @@ def _summarize_contender(
 def _compare_with_other_programs(
     plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
 ) -> None:
-    """Add to ``validation`` what transformers and Google's interpreter make of the drafter."""
+    """Add to ``validation`` the checks by transformers and Google's interpreter."""
     with memory_guard("comparing with other programs"):
         drafter = load_any(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
@@ -276,22 +277,22 @@ def _compare_with_other_programs(
         reporter.say("loading the checkpoint with transformers")
         loaded = check_transformers(directory, drafter, source)
         reporter.say("running the drafter section in Google's interpreter")
-        # The file's numbers: that the directory's are these, rounded as is said, was checked to the bit.
+        # The interpreter is compared with the file's own weights; identity has compared the directory's with them.
         checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
         drafter = load_drafter(checkpoint, dtype=torch.float32)
         interpreted = check_interpreter(drafter, source, samples=plan.samples)
         validation.checks += (loaded, interpreted)
         validation.inputs = None if interpreted.passed is None else plan.samples
-        validation.notes += [
-            f"{c.name} was not checked: {c.evidence}" for c in (loaded, interpreted) if c.passed is None
-        ]
+        for check in (loaded, interpreted):
+            if check.passed is None:
+                validation.notes.append(f"{check.name} was not checked: {check.evidence}")
 
 
-# pair.json: base and drafter as the parts of one model
+# pair.json describes base and drafter as the parts of one model.
 
 
 def describe_pair(pair: SpeculativeGenerator, validation: Validation, positions: int) -> dict[str, Any]:
-    """What base and drafter of ``validation`` hold for one sequence of so many ``positions``, and what rounds took."""
+    """Describe base, drafter and buffers for one sequence of ``positions``, and the times of rounds."""
     base = pair.base
     drafter = pair.drafter
     facts = validation.base
@@ -341,7 +342,6 @@ def _describe_model(model: nn.Module, width: int) -> dict[str, Any]:
 
 
 def _describe_bridge(base: Base, drafter: Network) -> dict[str, Any]:
-    """What the drafter reads of its base."""
     needs = drafter.needs
     return {
         "source": "target_hidden_stream",
@@ -354,21 +354,21 @@ def _describe_bridge(base: Base, drafter: Network) -> dict[str, Any]:
 
 
 def _describe_buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
-    """Of a round that feeds the base ``fed`` tokens: the shape of each, and its bytes."""
+    """Return shape and bytes of each buffer of a round that feeds the base ``fed`` tokens."""
     needs = drafter.needs
     layers = needs.layers
     config = drafter.config
-    number = next(base.model.parameters()).element_size()
+    float_bytes = next(base.model.parameters()).element_size()
     # A drafter that reads the base's K and V has no cache of its own.
     own_cache = [2, positions, getattr(config, "num_kv_heads", 0), getattr(config, "head_dim", 0)]
     draft_cache = [0] if needs.shared_kv else own_cache
     shapes = {
-        "target_main_stream": ([fed, base.width], number),
-        "target_kv_cache": ([2, _count_cache_numbers(base, positions)], number),
+        "target_main_stream": ([fed, base.width], float_bytes),
+        "target_kv_cache": ([2, _count_cache_numbers(base, positions)], float_bytes),
         "target_logits": ([fed, base.vocab_size], 4),
-        "draft_backbone_stream": ([fed if layers else 1, len(layers) or 1, base.width], number),
-        "draft_main_stream": ([1, config.hidden_size], number),
-        "draft_kv_cache": (draft_cache, number),
+        "draft_backbone_stream": ([fed if layers else 1, len(layers) or 1, base.width], float_bytes),
+        "draft_main_stream": ([1, config.hidden_size], float_bytes),
+        "draft_kv_cache": (draft_cache, float_bytes),
         "draft_logits": ([1, drafter.needs.vocab_size], 4),
         "candidate_tokens": ([fed - 1], 8),
         "accepted_tokens": ([fed], 8),
@@ -378,6 +378,6 @@ def _describe_buffers(base: Base, drafter: Network, fed: int, positions: int) ->
 
 
 def _count_cache_numbers(base: Base, positions: int) -> int:
-    """Numbers of K for so many positions, over all layers of the base that have K of their own."""
+    """Count the numbers of K for ``positions``, over all layers of the base that compute their own K."""
     layers = [m for m in base.model.modules() if hasattr(m, "is_sliding") and getattr(m, "k_proj", None) is not None]
     return sum(layer.k_proj.out_features * min(positions, layer.sliding_window or positions) for layer in layers)
