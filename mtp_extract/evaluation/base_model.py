@@ -81,7 +81,6 @@ def _require_memory(directory: Path, room: int, device: torch.device | None) -> 
 
 
 def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> tuple[Any, Any, tuple[str, ...]]:
-    """Load model and tokenizer from ``directory``, with notes on decisions; raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     quiet_transformers()

@@ -79,7 +79,6 @@ def continue_prompts(
 def _generate(
     base: Base, prompts: Sequence[Sequence[int]], seed: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the continuation of each of a batch of ``prompts`` by ``generate`` of transformers."""
     device = base.device
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     tokens = rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")

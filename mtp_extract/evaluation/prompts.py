@@ -94,7 +94,6 @@ def _parse_lines(stored: bytes, workload: str, *, chat_template: bool, text_alon
 
 
 def _parse_prompt(line: bytes, workload: str, *, chat_template: bool, text_alone: bool) -> Prompt:
-    """Parse one line of a ``.jsonl`` file; raise ValueError if it has no prompt."""
     row = msgspec.json.decode(line, type=_Row)
     _require_shallow(row.messages)
     content: Any = row.prompt or (row.turns or [""])[0]
@@ -112,7 +111,7 @@ def _parse_prompt(line: bytes, workload: str, *, chat_template: bool, text_alone
 
 
 def _require_shallow(messages: object) -> None:
-    """Raise ValueError if messages are nested more deeply than templates and servers can read."""
+    # Templates and servers cannot read deeper messages.
     values = [messages]
     for _ in range(_DEEPEST):
         holders = [value for value in values if isinstance(value, (dict, list))]

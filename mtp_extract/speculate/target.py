@@ -134,7 +134,6 @@ class Base:
 
     @contextmanager
     def _collect_hidden_states(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the hidden states that enter ``layers``, by layer, while the model runs."""
         decoder = self.model.get_decoder()
         modules = [*decoder.layers, decoder.norm]
         states: dict[int, Tensor] = {}

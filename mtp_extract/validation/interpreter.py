@@ -291,7 +291,6 @@ def _cast_between_floats(graph: Any, subgraph: Subgraph, cast: int) -> None:
 
 
 def _holds_lowest_int8(model: TfliteModel, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an INT8 constant that contains the code -128."""
     if tensor.type != TensorType.INT8 or not model.has_data(tensor):
         return False
     region = model.locate(tensor)

@@ -68,7 +68,6 @@ def page_of(validation: Validation) -> Page:
 
 
 def _list_run_facts(run: RunFacts) -> Iterator[str]:
-    """Yield time, command, hash of the prompts, and versions of packages."""
     yield f"Measured {run.when}"
     if run.command is not None:
         yield f"by {run.command}"

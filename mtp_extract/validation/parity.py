@@ -273,7 +273,6 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
 
 
 def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
-    """Return whether transformers loads ``directory`` and computes what ``drafter`` does, and the evidence."""
     from transformers import AutoModelForCausalLM
 
     try:

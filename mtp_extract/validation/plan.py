@@ -58,7 +58,6 @@ class ValidationPlan:
         self._check_trees()
 
     def _check_trees(self) -> None:
-        """Raise PlanError for an invalid tree, or if options need a base and there is none."""
         measured = {"trees": self.drafts_by_name, "another drafter": self.beside, "prompts": self.prompts}
         names = " and ".join(name for name, value in measured.items() if value)
         has_base = self.sample or self.base is not None

@@ -267,7 +267,6 @@ def _summarize_contender(
 def _compare_with_other_programs(
     plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
 ) -> None:
-    """Add to ``validation`` the checks by transformers and Google's interpreter."""
     with memory_guard("comparing with other programs"):
         drafter = load_any(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
@@ -354,7 +353,6 @@ def _describe_bridge(base: Base, drafter: Network) -> dict[str, Any]:
 
 
 def _describe_buffers(base: Base, drafter: Network, fed: int, positions: int) -> dict[str, Any]:
-    """Return shape and bytes of each buffer of a round that feeds the base ``fed`` tokens."""
     needs = drafter.needs
     layers = needs.layers
     config = drafter.config
