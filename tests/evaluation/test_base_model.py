@@ -20,7 +20,7 @@ from mtp_extract.evaluation.base_model import free_memory, load_base, memory_gua
 
 
 @pytest.fixture
-def copied(base: Path, tmp_path: Path) -> Path:
+def base_copy(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(base, tmp_path / "base"))
 
 
@@ -31,16 +31,16 @@ def test_loads_the_sample(base: Path) -> None:
     assert not [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
 
 
-def test_float16_is_not_computed_in(copied: Path) -> None:
-    config = json.loads((copied / "config.json").read_text())
+def test_float16_is_not_computed_in(base_copy: Path) -> None:
+    config = json.loads((base_copy / "config.json").read_text())
     config["dtype"] = config["text_config"]["dtype"] = "float16"
-    (copied / "config.json").write_text(json.dumps(config))
-    loaded = load_base(str(copied), "cpu")
+    (base_copy / "config.json").write_text(json.dumps(config))
+    loaded = load_base(str(base_copy), "cpu")
     assert (loaded.dtype, loaded.drafter_dtype) == ("bfloat16", torch.bfloat16)
     assert "loaded as bfloat16" in loaded.notes[0]
 
 
-def spoiled(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+def spoil_file(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
     """Other weights."""
 
     def plant(directory: Path) -> None:
@@ -50,7 +50,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
     return plant
 
 
-def configured(key: str, value: object) -> Callable[[Path], object]:
+def change_config(key: str, value: object) -> Callable[[Path], object]:
     def plant(directory: Path) -> None:
         config = json.loads((directory / "config.json").read_text())
         config["text_config"][key] = value
@@ -68,26 +68,26 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"found: .*model\.safetensors"),
     "a tensor missing": (
-        spoiled(lambda t: t.pop(NORM)),
+        spoil_file(lambda t: t.pop(NORM)),
         r"found: tensors that are missing or of .*: model\.\S*layers\.1\.input_layernorm\.weight\. Give",
     ),
-    "mis-shaped": (spoiled(lambda t: t.update({NORM: t[NORM][:5].clone()})), "of another shape"),
+    "mis-shaped": (spoil_file(lambda t: t.update({NORM: t[NORM][:5].clone()})), "of another shape"),
     **{
         f"{size} bytes": (lambda d, size=size: os.truncate(d / "model.safetensors", size), "found: ")  # type: ignore[misc]
         for size in (0, 7, 5000)
     },
-    "layers": (configured("num_hidden_layers", 10**9), "found: 1000000000 layers"),
-    "vocabulary": (configured("vocab_size", 0), "found: "),
-    "width": (configured("hidden_size", "64"), "found: "),
-    "head dim": (configured("head_dim", [1]), "found: "),
+    "layers": (change_config("num_hidden_layers", 10**9), "found: 1000000000 layers"),
+    "vocabulary": (change_config("vocab_size", 0), "found: "),
+    "width": (change_config("hidden_size", "64"), "found: "),
+    "head dim": (change_config("head_dim", [1]), "found: "),
 }
 
 
 @pytest.mark.parametrize(("plant", "message"), BROKEN.values(), ids=BROKEN.keys())
-def test_not_whole(copied: Path, plant: Callable[[Path], object], message: str) -> None:
-    plant(copied)
+def test_not_whole(base_copy: Path, plant: Callable[[Path], object], message: str) -> None:
+    plant(base_copy)
     with pytest.raises(PairError, match=f"base: expected a Gemma 4 base model .*{message}") as caught:
-        load_base(str(copied), "cpu")
+        load_base(str(base_copy), "cpu")
     assert "\n" not in str(caught.value)
 
 

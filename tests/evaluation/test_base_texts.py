@@ -21,29 +21,29 @@ def base() -> Base:
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
     reporter = Recorder()
-    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, reporter=reporter)
-    assert found == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
+    texts = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, reporter=reporter)
+    assert texts == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
     batches = len(groups([0] * 5, batch))
     assert reporter.parts == [("the base's text", done + 1, batches) for done in range(batches)]
     assert continue_prompts(base, [], new_tokens=20, batch=batch) == []
 
 
 def test_a_text_ends_with_its_stop_token(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
-    stop = whole[1][3]
+    full_text = [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
+    stop = full_text[1][3]
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", stop)
-    found = continue_prompts(base, PROMPTS, new_tokens=20, batch=8)
-    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in whole]
-    assert len({len(text) for text in found}) > 1
+    texts = continue_prompts(base, PROMPTS, new_tokens=20, batch=8)
+    assert texts == [text[: text.index(stop) + 1] if stop in text else text for text in full_text]
+    assert len({len(text) for text in texts}) > 1
 
 
 def test_the_same_prompt_is_drawn_anew_and_the_same_from_a_seed(base: Base) -> None:
     before = torch.random.get_rng_state()
-    found, again = (
+    texts, again = (
         continue_prompts(base, [PROMPTS[2]] * 6, new_tokens=12, batch=2, temperature=1.0, seed=3) for _ in range(2)
     )
-    assert len(set(found)) == 6
-    assert found == again
+    assert len(set(texts)) == 6
+    assert texts == again
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -39,21 +39,21 @@ Drawn = tuple[tuple[Any, ...], float]
 """What an interval is made of, each [repeats, texts], and the truth."""
 
 
-def rates(generator: np.random.Generator, shape: tuple[int, int], rate: float, icc: float) -> Any:
+def draw_rates(generator: np.random.Generator, shape: tuple[int, int], rate: float, icc: float) -> Any:
     strength = (1 - icc) / icc if icc else np.inf
     return generator.beta(rate * strength, (1 - rate) * strength, shape) if icc else np.full(shape, rate)
 
 
-def shares(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
+def draw_shares(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
     """Hits and positions."""
     sizes = generator.integers(20, 151, (REPEATS, texts))
-    return (generator.binomial(sizes, rates(generator, sizes.shape, rate, icc)), sizes), rate
+    return (generator.binomial(sizes, draw_rates(generator, sizes.shape, rate, icc)), sizes), rate
 
 
-def lengths(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
+def draw_lengths(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
     """Accepted drafts over those of a round, and rounds; a draft counts if all before it in its round do."""
     sizes = generator.integers(8, 65, (REPEATS, texts))
-    own = rates(generator, sizes.shape, rate, icc)
+    own = draw_rates(generator, sizes.shape, rate, icc)
     stand, accepted = sizes, np.zeros(sizes.shape)
     for _ in range(DRAFTS):
         stand = generator.binomial(stand, own)
@@ -64,10 +64,10 @@ def lengths(generator: np.random.Generator, texts: int, rate: float, icc: float)
     return (accepted / DRAFTS, sizes), float(moments.mean())
 
 
-def differences(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
+def draw_differences(generator: np.random.Generator, texts: int, rate: float, icc: float) -> Drawn:
     """Positions that only the second drafter hits, those that only the first hits, and positions."""
     sizes = generator.integers(20, 151, (REPEATS, texts))
-    first, other = (rates(generator, sizes.shape, mean, icc) for mean in (rate, WORSE * rate))
+    first, other = (draw_rates(generator, sizes.shape, mean, icc) for mean in (rate, WORSE * rate))
     second = np.where(generator.random(sizes.shape) < ALIKE, WORSE * first, other)
     lost = generator.binomial(sizes, first * (1 - second))
     rest = np.maximum(1 - first * (1 - second), np.finfo(float).tiny)
@@ -77,14 +77,14 @@ def differences(generator: np.random.Generator, texts: int, rate: float, icc: fl
 
 @pytest.mark.parametrize(
     ("draw", "bounds"),
-    [(shares, share_bounds), (lengths, share_bounds), (differences, bound_difference)],
+    [(draw_shares, share_bounds), (draw_lengths, share_bounds), (draw_differences, bound_difference)],
 )
 def test_intervals_contain_the_truth(draw: Callable[..., Drawn], bounds: Callable[..., tuple[Any, Any]]) -> None:
     """In 93 % of measurements at least, in each of 45 settings; and they shrink with texts."""
     widths = {}
     for seed, (texts, rate, icc) in enumerate(GRID):
-        made, truth = draw(np.random.default_rng(seed), texts, rate, icc)
-        low, high = bounds(*made)
+        drawn, truth = draw(np.random.default_rng(seed), texts, rate, icc)
+        low, high = bounds(*drawn)
         # What is exactly at a bound is inside, whatever rounding says.
         inside = (low <= truth + 1e-12) & (truth - 1e-12 <= high)
         assert inside.mean() >= 0.93, (texts, rate, icc)
@@ -110,11 +110,11 @@ def test_an_interval_is_scaled() -> None:
 
 def test_few_texts_have_none() -> None:
     few, enough = [3.0] * (LEAST_TEXTS - 1), [3.0] * LEAST_TEXTS
-    for sizes, there in ((few, False), ([*few, 0.0], False), (enough, True)):
+    for sizes, has_interval in ((few, False), ([*few, 0.0], False), (enough, True)):
         hits = [size / 3 for size in sizes]
-        assert (over_texts(share_bounds, hits, sizes) is not None) == there
-        assert (over_texts(bound_difference, hits, hits, sizes) is not None) == there
-        assert (over_texts(ratio_bounds, hits, sizes) is not None) == there
+        assert (over_texts(share_bounds, hits, sizes) is not None) == has_interval
+        assert (over_texts(bound_difference, hits, hits, sizes) is not None) == has_interval
+        assert (over_texts(ratio_bounds, hits, sizes) is not None) == has_interval
     assert over_texts(ratio_bounds, [0.0] * 5, [1.0] * 5) is None
     assert undecided(2) == "not decided: 2 texts, at least 5 are needed"
 

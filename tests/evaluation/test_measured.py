@@ -32,13 +32,13 @@ from mtp_extract.tuning.rounds import measure_acceptance as measured_of
 K = 3
 
 
-def whole_rounds(result: Generation) -> list[int]:
+def list_full_rounds(result: Generation) -> list[int]:
     """Drafts accepted in each round that had room for all: of a text one token shorter, these begin where an anchor
     has all targets."""
     return [one.accepted for one in result.rounds if one.drafted == K]
 
 
-def text_of(result: Generation) -> Text:
+def convert_to_text(result: Generation) -> Text:
     return Text((*result.prompt_tokens, *result.tokens[:-1]), len(result.prompt_tokens))
 
 
@@ -48,9 +48,9 @@ def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, conven
     drafter = FaultyDrafter(load_drafter(extracted), convention)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     results = [generator.generate(prompt, max_new_tokens=50, drafts=K) for prompt in PROMPTS]
-    measured = compute_acceptance(teacher_forced(generator.base, drafter, [text_of(one) for one in results], K))
+    measured = compute_acceptance(teacher_forced(generator.base, drafter, [convert_to_text(one) for one in results], K))
     for index, result in enumerate(results):
-        accepted, own = whole_rounds(result), measured.of([index])
+        accepted, own = list_full_rounds(result), measured.of([index])
         assert (own.advance[own.begins == 1] - 1).tolist() == accepted
         assert own.rounds == len(accepted)
         assert own.tokens_per_round == (len(accepted) + sum(accepted)) / len(accepted)
@@ -65,26 +65,26 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     generator = SpeculativeGenerator(model, drafter)
     options: Any = {"max_new_tokens": 30, "drafts": K, "temperature": temperature, "stop_token_ids": ()}
     results = [generator.generate((1, 2, 3), seed=seed, **options) for seed in range(100)]
-    taken = torch.tensor([len(whole_rounds(one)) for one in results], dtype=torch.double)
-    texts = [text_of(one) for one in results]
+    taken = torch.tensor([len(list_full_rounds(one)) for one in results], dtype=torch.double)
+    texts = [convert_to_text(one) for one in results]
     plan = TuningPlan(Path("drafter"), "base", draft_steps=K, temperature=temperature, batch=64)
     measured = measured_of(beside(plan, generator.base, drafter), drafter, texts)
-    blind = Acceptance.over(measured.text, measured.anchor, measured.stands)
+    without_text = Acceptance.over(measured.text, measured.anchor, measured.stands)
 
-    def apart(found: Acceptance) -> torch.Tensor:
-        return taken - torch.stack([found.begins[found.text == index].sum() for index in range(len(texts))])
+    def subtract_expected_rounds(acceptance: Acceptance) -> torch.Tensor:
+        return taken - torch.stack([acceptance.begins[acceptance.text == index].sum() for index in range(len(texts))])
 
     assert 10 < float(taken.mean()) < 20
-    error = apart(measured)
+    error = subtract_expected_rounds(measured)
     assert abs(float(error.mean())) < 2 * float(error.std()) / math.sqrt(len(texts))
-    assert float(error.std()) < 0.8 * float(apart(blind).std())
+    assert float(error.std()) < 0.8 * float(subtract_expected_rounds(without_text).std())
 
 
-def naive(accepted: list[int]) -> list[int]:
-    begins, at = [0] * len(accepted), 0
-    while at < len(accepted):
-        begins[at] = 1
-        at += 1 + accepted[at]
+def walk_rounds(accepted: list[int]) -> list[int]:
+    begins, anchor_index = [0] * len(accepted), 0
+    while anchor_index < len(accepted):
+        begins[anchor_index] = 1
+        anchor_index += 1 + accepted[anchor_index]
     return begins
 
 
@@ -96,7 +96,7 @@ def test_a_walk_by_hand() -> None:
     stands = (accepted[:, None] > torch.arange(K)).double()
     measured = Acceptance.over(text, torch.arange(len(text)) + 5, stands)
     rows = [accepted[text == index].tolist() for index in range(3)]
-    assert measured.begins.tolist() == [begin for row in rows for begin in naive(row)]
+    assert measured.begins.tolist() == [begin for row in rows for begin in walk_rounds(row)]
     assert measured.advance.tolist() == (1 + accepted).tolist()
     assert Acceptance.over(text[:0], text[:0], stands[:0]).rounds == 0
 
@@ -126,20 +126,20 @@ def test_differences_by_hand() -> None:
 def test_an_interval_stays_within_what_can_be() -> None:
     """Few texts that differ much say little: not that a round of 3 drafts may have -5 or 13 tokens."""
     targets, text = torch.ones(24, 3, dtype=torch.long), torch.arange(6).repeat_interleave(4)
-    found = Agreement(text, torch.arange(24), targets * (text >= 3)[:, None], targets, 0 * targets)
-    low, high = summarize_agreement(found).teacher_forced.ci95 or (0, 0)
+    agreement = Agreement(text, torch.arange(24), targets * (text >= 3)[:, None], targets, 0 * targets)
+    low, high = summarize_agreement(agreement).teacher_forced.ci95 or (0, 0)
     assert 1 < low < 1.6 and 3.4 < high < 4
-    assert summarize_agreement(found.of(range(4))).teacher_forced.ci95 is None
+    assert summarize_agreement(agreement.of(range(4))).teacher_forced.ci95 is None
 
 
 def test_an_interval_of_a_mean_is_over_texts() -> None:
     """One value a text is one draw a text, and the same value many times in a text says no more than once."""
     values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
-    found = estimate_share(torch.arange(6), values)
+    share = estimate_share(torch.arange(6), values)
     interval = over_texts(share_bounds, values.tolist(), [1] * 6)
-    assert interval is not None and found == Figure(3.5 / 6, 6, list(interval))
+    assert interval is not None and share == Figure(3.5 / 6, 6, list(interval))
     repeated = estimate_share(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
-    assert repeated.ci95 == pytest.approx(found.ci95, abs=0.08)
+    assert repeated.ci95 == pytest.approx(share.ci95, abs=0.08)
     assert estimate_share(torch.arange(4).repeat_interleave(5), torch.ones(20)) == Figure(1, 20, None)
     gap = estimate_difference(torch.arange(6), values - 0.5)
     assert gap == over_texts(bound_difference, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)

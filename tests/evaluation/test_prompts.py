@@ -111,8 +111,8 @@ BAD: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_refused(tmp_path: Path, name: str) -> None:
     """With the file, the place, what was found, and an example of what is right; safe to show."""
-    file, text, said = BAD[name]
-    with pytest.raises(MtpExtractError, match=said) as found:
+    file, text, message = BAD[name]
+    with pytest.raises(MtpExtractError, match=message) as found:
         read_prompts(written(tmp_path / file, text))
     message = str(found.value)
     assert message.isprintable()

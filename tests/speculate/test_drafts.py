@@ -27,13 +27,13 @@ from mtp_extract.speculate.target import Base
 TREE = DraftTree.parse("3x2x2")
 
 
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+def list_paths(tree: DraftTree) -> list[tuple[int, ...]]:
     """Of every node, the ranks on the way to it, level by level."""
     levels = (itertools.product(*map(range, tree.widths[:depth])) for depth in range(tree.depth + 1))
     return list(itertools.chain.from_iterable(levels))
 
 
-PATHS = paths_of(TREE)
+PATHS = list_paths(TREE)
 
 
 def test_a_tree_by_its_widths() -> None:
@@ -72,7 +72,7 @@ def test_a_tree_holds_the_drafter_s_choices(kind: str, tree: DraftTree, monkeypa
     )
     generator.generate(range(7), max_new_tokens=tree.depth + 2, drafts=tree)
     pending, *tokens = fed[1]
-    for path, token in zip(paths_of(tree)[1:], tokens, strict=True):
+    for path, token in zip(list_paths(tree)[1:], tokens, strict=True):
         at, last = states[0], torch.tensor([[pending]])
         for rank in path:
             logits, at = drafter.step(at, last)
@@ -149,9 +149,9 @@ def test_ends() -> None:
 
 def test_adaptive_length_follows_acceptance() -> None:
     eager = RunningLength(AdaptiveDrafts(most=6))
-    for held, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back
+    for kept_length, wanted in ((True, 6), (False, 1), (True, 6)):  # a length of 1 goes on learning, and comes back
         for _ in range(60):
-            eager.observe(eager.value, eager.value if held else 0, eager.value * 1.0, 10.0)
+            eager.observe(eager.value, eager.value if kept_length else 0, eager.value * 1.0, 10.0)
         assert eager.value == wanted
 
 

@@ -117,7 +117,7 @@ def generator(kind: str) -> SpeculativeGenerator:
 
 
 @cache
-def exact() -> Exact:
+def compute_exact() -> Exact:
     """The base's probability of every continuation, from plain forwards over all prefixes."""
     base = generator("mtp").base
     probabilities: Exact = {(): 1.0}
@@ -134,7 +134,7 @@ def exact() -> Exact:
     return probabilities
 
 
-def p_value(kind: str, drafts: Drafts) -> float:
+def compute_p_value(kind: str, drafts: Drafts) -> float:
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = 0
     for seed in range(SAMPLES):
@@ -143,12 +143,12 @@ def p_value(kind: str, drafts: Drafts) -> float:
         )
         seen[made.tokens] += 1
         accepted += made.accepted
-    assert set(seen) <= set(exact()), "a continuation the base gives no probability"
+    assert set(seen) <= set(compute_exact()), "a continuation the base gives no probability"
     assert 0.05 * SAMPLES < accepted < 2 * SAMPLES, "drafts are to be accepted and rejected"
-    common = [tokens for tokens, share in exact().items() if share * SAMPLES >= 5]
-    rare = [tokens for tokens in exact() if tokens not in set(common)]
+    common = [tokens for tokens, share in compute_exact().items() if share * SAMPLES >= 5]
+    rare = [tokens for tokens in compute_exact() if tokens not in set(common)]
     observed = [seen[tokens] for tokens in common] + [sum(seen[tokens] for tokens in rare)]
-    expected = [exact()[tokens] for tokens in common] + [sum(exact()[tokens] for tokens in rare)]
+    expected = [compute_exact()[tokens] for tokens in common] + [sum(compute_exact()[tokens] for tokens in rare)]
     assert len(common) > 8
     total = sum(expected)
     return chi_square(observed, [share / total for share in expected])[1]
@@ -157,7 +157,7 @@ def p_value(kind: str, drafts: Drafts) -> float:
 @pytest.mark.parametrize("drafts", [3, DraftTree.parse("3x2"), AdaptiveDrafts(most=3, cost_ratio=0.05)], ids=str)
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_sampled_text_has_the_distribution_of_the_base(kind: str, drafts: Drafts) -> None:
-    assert p_value(kind, drafts) > 1e-3
+    assert compute_p_value(kind, drafts) > 1e-3
 
 
 def test_drafts_not_drawn_from_their_distribution_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,4 +170,4 @@ def test_drafts_not_drawn_from_their_distribution_are_seen(monkeypatch: pytest.M
             return draft(*arguments)
 
     monkeypatch.setattr(loop._GrowingText, "_draft", draft_likeliest)
-    assert p_value("mtp", 3) < 1e-6
+    assert compute_p_value("mtp", 3) < 1e-6

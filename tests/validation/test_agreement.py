@@ -20,13 +20,13 @@ pytestmark = pytest.mark.xdist_group("validation")
 STEPS = 3
 
 
-def measured(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
+def measure(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
     return measure_agreements(generator.base, [(generator.drafter, STEPS, False)], continuations, batch=3)[0]
 
 
 @pytest.fixture(scope="module")
 def agreement(generator: SpeculativeGenerator, continuations: Continuations) -> Agreement:
-    return measured(generator, continuations)
+    return measure(generator, continuations)
 
 
 def test_order_and_batches_change_nothing(
@@ -41,23 +41,23 @@ def test_order_and_batches_change_nothing(
 def test_figures_by_hand() -> None:
     drafts = torch.tensor([[1, 2], [1, 9], [9, 2], [1, 2]])
     targets = torch.tensor([[1, 2], [1, 2], [1, 2], [1, -1]])
-    found = summarize_agreement(
+    workload = summarize_agreement(
         Agreement(torch.tensor([0, 0, 1, 1]), torch.arange(4), drafts, targets, torch.tensor([[4, 5]] * 4))
     )
-    first, second = found.steps
+    first, second = workload.steps
     assert (first.top1.value, first.top1.n) == (3 / 4, 4)
     assert (first.top5.value, second.top5.value) == (1, 0)
     assert (second.top1.value, second.top1.n) == (2 / 3, 3)
     assert (second.conditional.value, second.conditional.n) == (1 / 2, 2)
     # Of the three rounds that have both targets: 2, 1 and 0 drafts.
-    assert found.teacher_forced == Figure(1 + 3 / 3, 3)
-    assert (found.texts, found.n) == (2, 4)
+    assert workload.teacher_forced == Figure(1 + 3 / 3, 3)
+    assert (workload.texts, workload.n) == (2, 4)
 
 
 def test_nothing_to_draft_from(generator: SpeculativeGenerator) -> None:
     short = Continuations((Prompt("w", "a"),), (Text((2, 3), 1),))
     with pytest.raises(PairError, match="generate longer continuations"):
-        measured(generator, short)
+        measure(generator, short)
 
 
 def test_a_text_that_repeats_another_is_not_counted(
@@ -66,4 +66,4 @@ def test_a_text_that_repeats_another_is_not_counted(
     """Neither in shares and lengths, nor in their intervals."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
     assert continuations.usable == twice.usable == list(range(7))
-    assert summarize_agreement(measured(generator, continuations)) == summarize_agreement(measured(generator, twice))
+    assert summarize_agreement(measure(generator, continuations)) == summarize_agreement(measure(generator, twice))

@@ -28,27 +28,27 @@ from mtp_extract.validation.result import Validation, conclude
 pytestmark = pytest.mark.xdist_group("validation")
 
 BY_NAME = {control.name: control for control in CONTROLS}
-EACH = 8
+PROMPTS_PER_WORKLOAD = 8
 
 
 def test_of_the_sample_every_control_is_clearly_below(tmp_path_factory: pytest.TempPathFactory) -> None:
     """It is a pair to measure on: whatever is broken shows."""
     directory = tmp_path_factory.mktemp("sample") / "drafter"
     mtp_extract.extract(sample_bundle(), directory, dtype="f32")
-    loaded, every = load_base(str(sample_base()), "cpu"), read_prompts(sample_prompts())
+    loaded, all_prompts = load_base(str(sample_base()), "cpu"), read_prompts(sample_prompts())
     generator = SpeculativeGenerator(loaded.model, load_drafter(directory), loaded.tokenizer)
-    names = dict.fromkeys(prompt.workload for prompt in every)
-    prompts = [one for name in names for one in [p for p in every if p.workload == name][:EACH]]
+    names = dict.fromkeys(prompt.workload for prompt in all_prompts)
+    prompts = [one for name in names for one in [p for p in all_prompts if p.workload == name][:PROMPTS_PER_WORKLOAD]]
     sizes = {"new_tokens": 48, "batch": 32}
     written = write_texts(generator.base, generator.codec, prompts, **sizes, chat_template=True)
-    _, found = draft_together(generator.base, [(generator.drafter, 1, False)], written, batch=32)
-    assert [result.name for result in found] == list(BY_NAME)
-    for result in found:
+    _, results = draft_together(generator.base, [(generator.drafter, 1, False)], written, batch=32)
+    assert [result.name for result in results] == list(BY_NAME)
+    for result in results:
         assert result.standing == "below", result.name
         assert (result.difference.value or 0) > 0.08, result.name
 
 
-def made(hits: list[int], texts: int = 20) -> Agreement:
+def build_agreement(hits: list[int], texts: int = 20) -> Agreement:
     """Positions of so many texts; 1 for a hit."""
     drafts, count = torch.tensor(hits)[:, None], len(hits)
     ones = torch.ones(count, 1).long()
@@ -70,15 +70,18 @@ def made(hits: list[int], texts: int = 20) -> Agreement:
     ],
 )
 def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
-    found = compare_with_control(CONTROLS[0], made(ours), made(theirs))
-    assert found.standing == standing
-    assert found.top1.value == pytest.approx(sum(theirs) / len(theirs))
-    assert found.difference.value == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
+    result = compare_with_control(CONTROLS[0], build_agreement(ours), build_agreement(theirs))
+    assert result.standing == standing
+    assert result.top1.value == pytest.approx(sum(theirs) / len(theirs))
+    assert result.difference.value == pytest.approx((sum(ours) - sum(theirs)) / len(ours))
 
 
 def test_four_texts_decide_nothing() -> None:
     for theirs in ([0] * 40, [1] * 40):
-        assert compare_with_control(CONTROLS[0], made([1] * 40, 4), made(theirs, 4)).standing == "undecided"
+        assert (
+            compare_with_control(CONTROLS[0], build_agreement([1] * 40, 4), build_agreement(theirs, 4)).standing
+            == "undecided"
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,27 +161,29 @@ def test_the_base_reads_a_batch_once(
     feed = Base.feed
     monkeypatch.setattr(Base, "feed", lambda *given: read.append(len(given[1])) or feed(*given))
     reporter = Recorder()
-    asked = [(generator.drafter, 2, False)] * 2 + [(generator.drafter, 3, True)] * 2
-    found, controls = draft_together(generator.base, asked, continuations, batch=4, reporter=reporter)
+    requests = [(generator.drafter, 2, False)] * 2 + [(generator.drafter, 3, True)] * 2
+    results, controls = draft_together(generator.base, requests, continuations, batch=4, reporter=reporter)
     assert sum(read) == len(continuations.usable)
     assert reporter.parts == [("drafts after every token", done, 2) for done in (1, 2)]
-    assert all(torch.equal(own.drafts, other.drafts) for own, other in (found[:2], found[2:]))
-    assert [one.steps for one in found] == [2, 2, 3, 3]
+    assert all(torch.equal(own.drafts, other.drafts) for own, other in (results[:2], results[2:]))
+    assert [one.steps for one in results] == [2, 2, 3, 3]
     assert len(controls) == len(CONTROLS)
 
 
-def placed(validation: Validation, **standings: str) -> Validation:
+def set_standings(validation: Validation, **standings: str) -> Validation:
     controls = [structs.replace(r, standing=standings.get(r.name, "below")) for r in validation.controls]
     return conclude(structs.replace(validation, controls=controls))
 
 
 def test_verdict_points_at_a_suspect_only_above(validation: Validation) -> None:
-    assert "7 of 7 controls score below it, none above, so they point at no suspect" in placed(validation).verdict
-    better = placed(validation, unscaled_embedding="above")
+    assert (
+        "7 of 7 controls score below it, none above, so they point at no suspect" in set_standings(validation).verdict
+    )
+    better = set_standings(validation, unscaled_embedding="above")
     assert "The control unscaled_embedding scores above it: look at the embedding's scale" in better.verdict
-    (said,) = (row[-1] for row in table_of(better).rows if row[0] == "unscaled_embedding")
-    assert "above the real drafter" in str(said) and "look at the embedding's scale" in str(said)
+    (row_text,) = (row[-1] for row in table_of(better).rows if row[0] == "unscaled_embedding")
+    assert "above the real drafter" in str(row_text) and "look at the embedding's scale" in str(row_text)
     for standing in ("same", "undecided"):
-        found = placed(validation, unit_layer_scalars=standing)
-        assert "6 of 7 controls score below it, none above" in found.verdict
-        assert not any("look at" in str(row[-1]) for row in table_of(found).rows)
+        judged = set_standings(validation, unit_layer_scalars=standing)
+        assert "6 of 7 controls score below it, none above" in judged.verdict
+        assert not any("look at" in str(row[-1]) for row in table_of(judged).rows)

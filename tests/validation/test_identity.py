@@ -45,15 +45,15 @@ def bit(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def ending_in(value: float, tensor: torch.Tensor) -> torch.Tensor:
+def build_tail(value: float, tensor: torch.Tensor) -> torch.Tensor:
     tensor.reshape(-1)[-1] = value
     return tensor
 
 
 TENSOR_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one bit": bit,
-    "infinite": partial(ending_in, torch.inf),
-    "not a number": partial(ending_in, torch.nan),
+    "infinite": partial(build_tail, torch.inf),
+    "not a number": partial(build_tail, torch.nan),
     "turned over": torch.neg,
 }
 """What one tensor may suffer."""
@@ -71,21 +71,21 @@ def copy(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 
-def checked(directory: Path, source: Shard) -> dict[str, Check]:
+def run_checks(directory: Path, source: Shard) -> dict[str, Check]:
     return {check.name: check for check in check_identity(directory, source)}
 
 
-def refuted(directory: Path, source: Shard) -> str:
+def list_refuted(directory: Path, source: Shard) -> str:
     """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
     try:
-        return next(check.evidence for check in checked(directory, source).values() if check.passed is False)
+        return next(check.evidence for check in run_checks(directory, source).values() if check.passed is False)
     except MtpExtractError as error:
         assert "\n" not in str(error)
         return str(error)
 
 
 def test_a_sound_directory_is_the_drafter(stored: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
-    found = checked(stored, source)
+    found = run_checks(stored, source)
     assert {name: check.passed for name, check in found.items()} == dict.fromkeys((*NEEDED, "record"), True)
     with open_bundle(sample) as opened:
         assert verify_against(stored, opened) == [*found.values()]
@@ -93,7 +93,7 @@ def test_a_sound_directory_is_the_drafter(stored: Path, source: Shard, sample: P
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(stored / name, bare)
-    assert [check.passed for check in checked(bare, source).values()] == [True] * len(NEEDED) + [None]
+    assert [check.passed for check in run_checks(bare, source).values()] == [True] * len(NEEDED) + [None]
 
 
 CASES = [("f32", "layers.2.down_proj", fault) for fault in TENSOR_FAULTS]
@@ -104,7 +104,7 @@ CASES += [("bf16", role, "one bit") for role in ("pre_projection", "layers.3.lay
 def test_a_tensor_that_is_another_is_named(copy: Path, source: Shard, role: str, fault: str) -> None:
     edit(copy, ROLES[role], TENSOR_FAULTS[fault])
     forge(copy)
-    found = checked(copy, source)
+    found = run_checks(copy, source)
     assert [check.passed for check in found.values()] == [True, True, False, None, True]
     assert found["tensors"].evidence.startswith(f"{role} ({ROLES[role]}) ")
     assert ";" not in found["tensors"].evidence
@@ -121,20 +121,20 @@ def test_of_two_tensors_exchanged_in_the_header_one_is_named(copy: Path, source:
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
-    assert "layers.1.gate_proj" in refuted(copy, source)
+    assert "layers.1.gate_proj" in list_refuted(copy, source)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_in_every_format_it_is_derived_from_the_file(name: str, sample: Path, source: Shard, tmp_path: Path) -> None:
     """Codes are told to be the file's, and scales to be rounded where they are."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
-    found = checked(tmp_path / "d", source)
+    found = run_checks(tmp_path / "d", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
-    said = found["tensors"].evidence
-    assert said.startswith("all 48 are derived from the file's, every bit; ")
+    evidence = found["tensors"].evidence
+    assert evidence.startswith("all 48 are derived from the file's, every bit; ")
     kept = 23 - name.endswith("sglang") if "codes" in FORMATS[name].dtypes else 0
-    assert (f"; {kept} in the file's codes" in said) == bool(kept)
-    assert (", rounded to FP16 in their scales" in said) == (name == "gguf")
+    assert (f"; {kept} in the file's codes" in evidence) == bool(kept)
+    assert (", rounded to FP16 in their scales" in evidence) == (name == "gguf")
 
 
 @pytest.mark.parametrize("name", ["jax_published", "torch_plain_norm"])
@@ -147,28 +147,28 @@ def test_a_static_scale_that_is_not_the_files_is_named(name: str, tmp_path: Path
     data = bytearray(weights.read_bytes())
     with open_bundle(variant(name)) as opened:
         drafter = opened.drafter()
-        assert checked(tmp_path / "d", drafter)["tensors"].passed
+        assert run_checks(tmp_path / "d", drafter)["tensors"].passed
         data[stored.offset + 3] ^= 0x20
         weights.write_bytes(data)
-        found = refuted(tmp_path / "d", drafter)
+        found = list_refuted(tmp_path / "d", drafter)
         assert found.startswith("layers.1.up_proj (")
         assert found.endswith("has other static scales of activations than the file's")
         for entry, place in read_header(weights).items():
             if "activation_scale" in entry:
                 data[place.offset : place.offset + place.length] = bytes(place.length)
         weights.write_bytes(data)
-        assert checked(tmp_path / "d", drafter)["tensors"].passed
+        assert run_checks(tmp_path / "d", drafter)["tensors"].passed
 
 
 def test_rounding_on_the_way_is_named_step_by_step(sample: Path, source: Shard, tmp_path: Path) -> None:
     """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
     mtp_extract.extract(sample, tmp_path / "bf16")
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
-    found = checked(tmp_path / "f32", source)
+    found = run_checks(tmp_path / "f32", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
     assert found["tensors"].evidence.endswith("every bit; 1 in F32; 47 in F32, rounded to BF16")
     convert(tmp_path / "bf16", tmp_path / "int8", format="compressed-tensors", quantize="int8")
-    found = checked(tmp_path / "int8", source)
+    found = run_checks(tmp_path / "int8", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
     assert "23 in codes, rounded to BF16, then to integers by int8" in found["tensors"].evidence
 
@@ -193,7 +193,7 @@ def test_a_drafter_with_the_exact_gelu_is_read_again_in_every_format(tmp_path: P
                 assert "GELU" in str(error) or "gelu" in str(error)
                 continue
             assert read_checkpoint(tmp_path / name).config.hidden_activation == "gelu"
-            assert all(check.passed for check in checked(tmp_path / name, drafter).values()), name
+            assert all(check.passed for check in run_checks(tmp_path / name, drafter).values()), name
 
 
 @pytest.mark.parametrize(("error", "passed"), [(ProofError, False), (UnsupportedError, None)])
@@ -207,7 +207,7 @@ def test_the_same_tensors_are_not_enough_without_the_proof(
         raise error("layers.1: it is otherwise. Look there.")
 
     monkeypatch.setattr(identity, "prove_checkpoint", refuse)
-    found = checked(stored, source)
+    found = run_checks(stored, source)
     assert [check.passed for check in found.values()] == [True, True, True, passed, True]
     assert found["function"].evidence == "layers.1: it is otherwise"
     with pytest.raises(CheckpointError, match=r"function: layers\.1: it is otherwise"):

@@ -58,19 +58,19 @@ def test_codes_are_rounded_and_clipped(dtype: type) -> None:
         encode_input(np.zeros(1, np.float32), {**detail, "quantization": (0.0, 0)})
 
 
-def measured(source: Shard, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
+def measure(source: Shard, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
     """Of ``drafter``, by default the one that is extracted from ``source``."""
-    return measure_parity(drafter or drafter_of(source), source, 16, seed)
+    return measure_parity(drafter or load_drafter_of(source), source, 16, seed)
 
 
-def drafter_of(source: Shard) -> MtpDrafter:
+def load_drafter_of(source: Shard) -> MtpDrafter:
     return load_drafter(checkpoint_of(source).whole(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_sample_agrees(drafter: MtpDrafter, source: Shard, seed: int) -> None:
     """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
-    found = measured(source, drafter, seed)
+    found = measure(source, drafter, seed)
     assert found.agrees
     # Half of what is allowed was too little for one CPU of another kind, by half a percent.
     assert found.in_floats.logits > 1e-7 and found.in_floats.worst < found.nearby_allowed
@@ -109,7 +109,7 @@ def test_every_way_of_quantizing_agrees(slots: int, name: str, monkeypatch: pyte
     """By XNNPACK's kernels, and by the reference ones."""
     monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", slots)
     with mtp_extract.open(variant(name)) as opened:
-        found = measured(opened.drafter())
+        found = measure(opened.drafter())
     assert found.agrees
     assert found.in_floats.worst < found.nearby_allowed
     # The twins' grids are as coarse as Google's, and so made for other numbers than random ones.
@@ -138,7 +138,7 @@ def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
         xnnpack = run_interpreter(source, draw_inputs(source, 8), floats=False)
         monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
         reference = run_interpreter(source, draw_inputs(source, 8), floats=False)
-        assert measured(source).agrees
+        assert measure(source).agrees
     assert compare_outputs(reference, xnnpack).correlation > 0.99
 
 
@@ -158,7 +158,7 @@ def test_codes_of_a_cache_are_exact() -> None:
 def test_caches_with_as_many_slots_as_dimensions(tmp_path: Path) -> None:
     """Their shapes do not say which axis is which; the graph does. Here V lies as K does."""
     with plain_source(tmp_path, DrafterSpec(head_dim=16, cache=16)) as source:
-        assert measured(source).agrees
+        assert measure(source).agrees
 
 
 LONG = DrafterSpec(cache=32003, cache_step=0.02)
@@ -177,7 +177,7 @@ def test_long_caches_take_no_gigabytes(tmp_path: Path) -> None:
     with plain_source(tmp_path, LONG) as source:
         assert needs_reference_kernels(source)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found = measured(source)
+        found = measure(source)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
     assert found.agrees
     assert found.as_it_is.correlation > 0.99
@@ -203,10 +203,10 @@ def test_a_fault_is_found_just_above_the_tolerance(tmp_path: Path, backbone: int
     """The projected state too large, by a share of what is allowed at its size."""
     allowed, name = compute_allowed_difference(2 * backbone, 15), "post_projection.weight"
     with plain_source(tmp_path, DrafterSpec(backbone=backbone)) as source:
-        drafter = drafter_of(source)
+        drafter = load_drafter_of(source)
         # The largest number is half of its range, more or less.
         wrong = drafter.state_dict()[name] * (1 + 2 * share * allowed)
-        found = measured(source, drafter.with_tensors({name: wrong}))
+        found = measure(source, drafter.with_tensors({name: wrong}))
     assert found.allowed == pytest.approx(allowed)
     assert found.agrees == agrees
 
@@ -214,7 +214,7 @@ def test_a_fault_is_found_just_above_the_tolerance(tmp_path: Path, backbone: int
 Fault = Callable[[MtpDrafter], MtpDrafter]
 
 
-def with_half_changed(name: str) -> Fault:
+def change_half(name: str) -> Fault:
     """Every other number of a tensor 2 % too large: many of these networks do not see a tensor that is all larger."""
 
     def plant(drafter: MtpDrafter) -> MtpDrafter:
@@ -225,7 +225,7 @@ def with_half_changed(name: str) -> Fault:
     return plant
 
 
-def with_swapped(one: str, other: str) -> Fault:
+def swap_tensors(one: str, other: str) -> Fault:
     def plant(drafter: MtpDrafter) -> MtpDrafter:
         state = drafter.state_dict()
         return drafter.with_tensors({one: state[other], other: state[one]})
@@ -233,38 +233,38 @@ def with_swapped(one: str, other: str) -> Fault:
     return plant
 
 
-def with_config(change: Callable[[Any], Any]) -> Fault:
+def change_config(change: Callable[[Any], Any]) -> Fault:
     return lambda drafter: drafter.with_config(change(drafter.config))
 
 
-def with_window(config: Any, window: int) -> Any:
+def change_window(config: Any, window: int) -> Any:
     layers = tuple(dataclasses.replace(x, sliding_window=x.sliding_window and window) for x in config.layers)
     return dataclasses.replace(config, layers=layers)
 
 
-def tensor_names() -> list[str]:
+def list_tensor_names() -> list[str]:
     with mtp_extract.open(first_bundle()) as opened:
         # The last layer's scalar changes nothing: a norm follows.
-        return [name for name in drafter_of(opened.drafter()).state_dict() if name != "layers.3.layer_scalar"]
+        return [name for name in load_drafter_of(opened.drafter()).state_dict() if name != "layers.3.layer_scalar"]
 
 
 FAULTS: dict[str, Fault] = {
-    **{f"half of {name}": with_half_changed(name) for name in tensor_names()},
+    **{f"half of {name}": change_half(name) for name in list_tensor_names()},
     "no layer scalar": lambda drafter: drafter.with_tensors({"layers.0.layer_scalar": torch.ones(1)}),
-    "gate and up swapped": with_swapped("layers.1.gate_proj.weight", "layers.1.up_proj.weight"),
-    "norms before swapped": with_swapped("layers.2.pre_attention_norm.weight", "layers.2.pre_ffw_norm.weight"),
-    "norms after swapped": with_swapped("layers.2.post_attention_norm.weight", "layers.2.post_ffw_norm.weight"),
-    "layers swapped": with_swapped("layers.0.down_proj.weight", "layers.1.down_proj.weight"),
-    "epsilon": with_config(lambda config: dataclasses.replace(config, rms_norm_eps=1e-5)),
-    "scale of attention": with_config(lambda config: dataclasses.replace(config, attention_scale=0.25)),
-    "no soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=None)),
-    "soft cap": with_config(lambda config: dataclasses.replace(config, final_logit_softcap=30.01)),
-    "exact gelu": with_config(lambda config: dataclasses.replace(config, hidden_activation="gelu")),
-    "all of full rotated": with_config(lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0)),
-    "theta of sliding": with_config(lambda c: c.with_rope("sliding_attention", theta=10_001.0)),
-    "theta of full": with_config(lambda c: c.with_rope("full_attention", theta=1_010_000.0)),
-    "window": with_config(lambda config: with_window(config, 8)),
-    "window by one": with_config(lambda config: with_window(config, config.sliding_window - 1)),
+    "gate and up swapped": swap_tensors("layers.1.gate_proj.weight", "layers.1.up_proj.weight"),
+    "norms before swapped": swap_tensors("layers.2.pre_attention_norm.weight", "layers.2.pre_ffw_norm.weight"),
+    "norms after swapped": swap_tensors("layers.2.post_attention_norm.weight", "layers.2.post_ffw_norm.weight"),
+    "layers swapped": swap_tensors("layers.0.down_proj.weight", "layers.1.down_proj.weight"),
+    "epsilon": change_config(lambda config: dataclasses.replace(config, rms_norm_eps=1e-5)),
+    "scale of attention": change_config(lambda config: dataclasses.replace(config, attention_scale=0.25)),
+    "no soft cap": change_config(lambda config: dataclasses.replace(config, final_logit_softcap=None)),
+    "soft cap": change_config(lambda config: dataclasses.replace(config, final_logit_softcap=30.01)),
+    "exact gelu": change_config(lambda config: dataclasses.replace(config, hidden_activation="gelu")),
+    "all of full rotated": change_config(lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0)),
+    "theta of sliding": change_config(lambda c: c.with_rope("sliding_attention", theta=10_001.0)),
+    "theta of full": change_config(lambda c: c.with_rope("full_attention", theta=1_010_000.0)),
+    "window": change_config(lambda config: change_window(config, 8)),
+    "window by one": change_config(lambda config: change_window(config, config.sliding_window - 1)),
 }
 
 
@@ -282,7 +282,7 @@ def test_a_planted_fault_is_refuted(
 ) -> None:
     # What it computes as it is says nothing here.
     monkeypatch.setattr(interpreter, "run_interpreter", lambda source, steps, floats: theirs[: len(list(steps))])
-    found = measured(source, FAULTS[name](drafter))
+    found = measure(source, FAULTS[name](drafter))
     assert found.nearby.worst > found.nearby_allowed or found.in_floats.worst > found.allowed
 
 
@@ -291,7 +291,7 @@ def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
     roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
     misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
-    found = measured(misread)
+    found = measure(misread)
     assert not found.agrees
     assert found.in_floats.logits > 1e-2
 
@@ -304,12 +304,12 @@ def test_floats_that_are_not_the_files_are_refuted(
 
     unpack = Packing.unpack
 
-    def swapped(packing: Packing, stored: bytes) -> np.ndarray:
+    def swap_outputs(packing: Packing, stored: bytes) -> np.ndarray:
         codes = unpack(packing, stored)
         return codes if packing.bits == 8 else codes.reshape(-1, 2)[:, ::-1].reshape(-1)
 
-    monkeypatch.setattr(Packing, "unpack", swapped)
-    found = measured(source)
+    monkeypatch.setattr(Packing, "unpack", swap_outputs)
+    found = measure(source)
     assert found.in_floats.logits < found.nearby_allowed
     assert found.as_it_is.correlation < 0.5
     assert not found.agrees
@@ -338,7 +338,7 @@ def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
 def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:
     apart_from = dataclasses.replace(source.model, weights=source.model.region)
     with pytest.raises(UnsupportedError, match="a section of their own"):
-        measured(dataclasses.replace(source, model=apart_from), drafter)
+        measure(dataclasses.replace(source, model=apart_from), drafter)
 
 
 def test_a_directory_that_is_rounded_is_as_sharply_compared(tmp_path: Path) -> None:

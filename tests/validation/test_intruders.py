@@ -67,7 +67,7 @@ def put(document: dict[str, Any], key: str, value: object) -> None:
         document[first] = value
 
 
-def altered(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def alter(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """``document`` with one thing in it changed, and what: each value that is not harmless, and a key more in each
     object."""
     for path, value in [*places(document)]:
@@ -80,7 +80,7 @@ def altered(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         elif path[-1] in HARMLESS or path in OF_NO_MODULE:
             continue
         else:
-            holder[path[-1]] = another(value)
+            holder[path[-1]] = pick_other(value)
         yield ".".join(map(str, path)), changed
 
 
@@ -91,7 +91,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
             yield from places(inner, (*path, key))
 
 
-def another(value: Any) -> Any:
+def pick_other(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -117,7 +117,7 @@ def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return {name: folder / name for name in FORMATS}
 
 
-def copied(directory: Path, place: Path, *, record: bool = False) -> Path:
+def copy_checkpoint(directory: Path, place: Path, *, record: bool = False) -> Path:
     """With its ``record`` or without."""
     shutil.copytree(directory, place)
     if not record:
@@ -125,7 +125,7 @@ def copied(directory: Path, place: Path, *, record: bool = False) -> Path:
     return place
 
 
-def proven(directory: Path, source: Shard) -> bool:
+def is_proven(directory: Path, source: Shard) -> bool:
     """Whether validation would say so; what cannot be read is not."""
     try:
         checks = check_identity(directory, source)
@@ -137,7 +137,7 @@ def proven(directory: Path, source: Shard) -> bool:
     )
 
 
-def refused(directory: Path) -> bool:
+def is_refused(directory: Path) -> bool:
     """Whether converting refuses it; and so do the others, which ask the same."""
     try:
         ReadDirectory.of(directory)
@@ -146,7 +146,7 @@ def refused(directory: Path) -> bool:
     return False
 
 
-def passed_over(directory: Path) -> str:
+def list_passed_over(directory: Path) -> str:
     """What a user is told of it where no proof is asked for."""
     return " ".join(ReadDirectory.of(directory).checkpoint.unread)
 
@@ -154,52 +154,52 @@ def passed_over(directory: Path) -> str:
 def test_what_is_harmless_beside_a_sound_directory_is_not_told(written: Written, source: Shard, tmp_path: Path) -> None:
     """With their record and without."""
     for name, directory in written.items():
-        bare = copied(directory, tmp_path / name, record=True)
+        bare = copy_checkpoint(directory, tmp_path / name, record=True)
         for file in (
             *("LICENSE", "README.md", "picture.png", ".gitattributes", "report.json"),
             *("tokenizer.json", "tokenizer_config.json", ".git/config", ".cache/model.safetensors"),
         ):
             (bare / file).parent.mkdir(exist_ok=True)
             (bare / file).write_text("{}")
-        assert proven(bare, source) and not passed_over(bare), name
+        assert is_proven(bare, source) and not list_passed_over(bare), name
         (bare / "extraction.json").unlink()
-        assert proven(bare, source) and not passed_over(bare), name
+        assert is_proven(bare, source) and not list_passed_over(bare), name
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_beside_is_passed_over_and_proves_nothing(
     written: Written, source: Shard, tmp_path: Path, name: str
 ) -> None:
-    directory = copied(written[name], tmp_path / "d", record=True)
+    directory = copy_checkpoint(written[name], tmp_path / "d", record=True)
     weights, record = next(directory.glob(format_named(name).weights_file)), directory / "extraction.json"
     sound = record.read_bytes()
     for file, content in FILES.items():
         add_file(directory, file, content, weights)
         forge(directory)
-        assert file.rpartition("/")[2] in passed_over(directory), file
+        assert file.rpartition("/")[2] in list_passed_over(directory), file
         (directory / file).unlink()
         record.write_bytes(sound)
     add_file(directory, file, content, weights)
-    assert not proven(directory, source)
+    assert not is_proven(directory, source)
     with pytest.raises(MtpExtractError, match="expected nothing but what mtp-extract wrote"):
         plan_upload(directory)
 
 
 def test_a_link_and_a_pipe_are_passed_over(written: Written, source: Shard, tmp_path: Path) -> None:
     """Links to directories, which engines look through; and what engines would wait for."""
-    directory = copied(written["transformers"], tmp_path / "d")
+    directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(directory / "model.safetensors", tmp_path / "elsewhere")
     for name in ("sub", "tokenizer.json"):
         (directory / name).symlink_to(tmp_path / "elsewhere")
-        assert not proven(directory, source) and f"{name} is a link" in passed_over(directory)
+        assert not is_proven(directory, source) and f"{name} is a link" in list_passed_over(directory)
         (directory / name).unlink()
     os.mkfifo(directory / "tokenizer.json")
-    assert not proven(directory, source) and "tokenizer.json is a link, or no file" in passed_over(directory)
+    assert not is_proven(directory, source) and "tokenizer.json is a link, or no file" in list_passed_over(directory)
 
 
 def test_a_tensor_that_the_header_names_twice_is_refused(written: Written, source: Shard, tmp_path: Path) -> None:
-    directory = copied(written["transformers"], tmp_path / "d")
+    directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     path = directory / "model.safetensors"
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
@@ -208,7 +208,7 @@ def test_a_tensor_that_the_header_names_twice_is_refused(written: Written, sourc
     header = f'{{"{name}":{json.dumps(entry)},'.encode() + header[1:]
     header += b" " * (-len(header) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
-    assert not proven(directory, source) and refused(directory)
+    assert not is_proven(directory, source) and is_refused(directory)
 
 
 # The other packed directories say the same keys as one of these.
@@ -217,10 +217,10 @@ def test_no_other_value_of_a_configuration_is_proven(
     written: Written, source: Shard, tmp_path: Path, name: str
 ) -> None:
     """Every value of it changed, a key more in every object, and what engines are known to read."""
-    directory = copied(written[name], tmp_path / "d")
+    directory = copy_checkpoint(written[name], tmp_path / "d")
     for path in sorted(directory.glob("*.json")):
         sound, places = path.read_text(), [()] if name == "litert" or "gen" in path.name else [(), ("text_config",)]
-        cases = [*altered(json.loads(sound))]
+        cases = [*alter(json.loads(sound))]
         for key, value in {**CHANGES, **UNKNOWN}.items():
             for place in places:
                 document: dict[str, Any] = json.loads(sound)
@@ -229,11 +229,11 @@ def test_no_other_value_of_a_configuration_is_proven(
                 cases.append((key, document))
         for key, document in cases:
             path.write_text(json.dumps(document))
-            assert not proven(directory, source), f"{path.name}: {key}"
+            assert not is_proven(directory, source), f"{path.name}: {key}"
         path.write_text(sound.replace("{", '{"text_config": 1, "is_assistant": true, "vocab_size": 1,', 1))
-        assert not proven(directory, source), "twice"
+        assert not is_proven(directory, source), "twice"
         path.write_text(sound)
-    assert proven(directory, source)
+    assert is_proven(directory, source)
 
 
 def test_no_other_key_of_a_gguf_is_proven(source: Shard, tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_no_other_key_of_a_gguf_is_proven(source: Shard, tmp_path: Path) -> None
             del metadata[key]
         (tmp_path / file.name).unlink(missing_ok=True)
         write_file(tmp_path, replace(file, metadata=metadata))
-        assert not proven(tmp_path, source) and not proven(tmp_path / file.name, source), key
+        assert not is_proven(tmp_path, source) and not is_proven(tmp_path / file.name, source), key
         # One key in which numbers of heads are told in another form is read in that form.
-        assert refused(tmp_path) or read_checkpoint(tmp_path).config != original.config, key
+        assert is_refused(tmp_path) or read_checkpoint(tmp_path).config != original.config, key
 
 
 @pytest.mark.parametrize("name", ["transformers", "mlx", *LAYOUTS])
@@ -259,7 +259,7 @@ def test_a_key_that_changes_the_function_is_refused_and_any_other_passed_over(
         directory = write_head(tmp_path / "d", random_head(head_config()), name)
         inner = {"sliding_window": 16, "hidden_act": "gelu", "mlp_bias": True, "tie_word_embeddings": True}
     else:
-        directory = copied(written[name], tmp_path / "d")
+        directory = copy_checkpoint(written[name], tmp_path / "d")
         inner = {"enable_moe_block": True, "hidden_size_per_layer_input": 8, "use_bidirectional_attention": "all"}
     place = {"speculators": "transformer_layer_config", "eagle3": ""}.get(name, "text_config")
     sound = (directory / "config.json").read_text()
@@ -278,23 +278,23 @@ def test_a_key_that_changes_the_function_is_refused_and_any_other_passed_over(
     for key, value in UNKNOWN.items():
         if (name, key) != ("eagle3", "eagle_config"):
             changed(key, value)
-            assert key in passed_over(directory), key
+            assert key in list_passed_over(directory), key
 
 
 def test_codes_said_to_have_other_bits_prove_nothing(written: Written, source: Shard, tmp_path: Path) -> None:
-    directory = copied(written["transformers"], tmp_path / "d")
+    directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     path = directory / "codes/codes.safetensors"
     sound = path.read_bytes()
 
     path.write_bytes(sound.replace(b'\\"bits\\": 4', b'\\"bits\\": 8'))
 
     assert path.read_bytes() != sound
-    assert not proven(directory, source)
+    assert not is_proven(directory, source)
 
 
 @pytest.mark.parametrize("command", ["convert", "insert"])
 def test_commands_say_what_they_passed_over(written: Written, sample: Path, tmp_path: Path, command: str) -> None:
-    directory = copied(written["transformers"], tmp_path / "d", record=True)
+    directory = copy_checkpoint(written["transformers"], tmp_path / "d", record=True)
     shutil.copy(directory / "model.safetensors", directory / "a.safetensors")
     (directory / "runs").mkdir()
     (directory / "runs/events.out").touch()

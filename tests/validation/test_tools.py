@@ -30,17 +30,17 @@ from mtp_extract.validation.run import run_validation
 PRODUCING = "The set of layer types producing a cache is different from the set of layer types that read one"
 
 
-def cannot_construct(*arguments: Any, **named: Any) -> None:
+def refuse_construction(*arguments: Any, **named: Any) -> None:
     raise ValueError(PRODUCING)
 
 
-def hides_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+def hide_interpreter(patch: pytest.MonkeyPatch) -> None:
     for name in {"ai_edge_litert", *(name for name in sys.modules if name.startswith("ai_edge_litert."))}:
         patch.setitem(sys.modules, name, None)
 
 
-def breaks_the_interpreter(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("ai_edge_litert.interpreter.Interpreter.__init__", cannot_construct)
+def break_interpreter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("ai_edge_litert.interpreter.Interpreter.__init__", refuse_construction)
     # Its destructor asks for what its constructor made.
     patch.setattr("ai_edge_litert.interpreter.Interpreter.__del__", lambda self: None, raising=False)
 
@@ -49,7 +49,7 @@ WORKS = f".*; {re.escape(TRANSFORMERS_RELEASES)} works$"
 BROKEN: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (
         "transformers",
-        lambda patch: patch.setattr(transformers.Gemma4AssistantForCausalLM, "__init__", cannot_construct),
+        lambda patch: patch.setattr(transformers.Gemma4AssistantForCausalLM, "__init__", refuse_construction),
         f"known to be right, too: .*{PRODUCING}{WORKS}",
     ),
     (
@@ -62,8 +62,8 @@ BROKEN: list[tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = [
         lambda patch: patch.setitem(sys.modules, "transformers", ModuleType("transformers")),
         f"no attribute .Gemma4AssistantForCausalLM.{WORKS}",
     ),
-    ("interpreter", hides_the_interpreter, "cannot be asked: it cannot be imported: .*ai_edge_litert"),
-    ("interpreter", breaks_the_interpreter, PRODUCING),
+    ("interpreter", hide_interpreter, "cannot be asked: it cannot be imported: .*ai_edge_litert"),
+    ("interpreter", break_interpreter, PRODUCING),
 ]
 
 
@@ -86,10 +86,10 @@ def test_it_is_not_checked(
 def test_a_transformers_that_computes_another_thing(
     checkpoint: Path, drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = transformers.Gemma4AssistantForCausalLM.forward
+    run_original = transformers.Gemma4AssistantForCausalLM.forward
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        found = own(self, *arguments, **named)
+        found = run_original(self, *arguments, **named)
         found.logits = found.logits.flip(-1)
         return found
 
@@ -128,13 +128,13 @@ def test_the_releases_are_those_that_are_asked_for() -> None:
 def test_an_interpreter_that_computes_another_thing(
     drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = interpreter.run_interpreter
+    run_original = interpreter.run_interpreter
 
-    def wrong(*arguments: Any, **named: Any) -> Any:
-        return [(np.ascontiguousarray(logits[::-1]), state) for logits, state in own(*arguments, **named)]
+    def run_wrongly(*arguments: Any, **named: Any) -> Any:
+        return [(np.ascontiguousarray(logits[::-1]), state) for logits, state in run_original(*arguments, **named)]
 
     with monkeypatch.context() as patched:
-        patched.setattr(interpreter, "run_interpreter", wrong)
+        patched.setattr(interpreter, "run_interpreter", run_wrongly)
         found = check_interpreter(drafter, source, samples=1)
     assert found.passed is None
     assert found.evidence.startswith("it fails with a drafter that is known to be right, too: ")

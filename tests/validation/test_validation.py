@@ -47,9 +47,9 @@ TIMES = {
 TREES = ("3x2", "2x1x1")
 
 
-def changed(found: Validation, **parts: Any) -> Validation:
+def change_validation(result: Validation, **parts: Any) -> Validation:
     """With these parts, and the verdict that they lead to."""
-    return conclude(structs.replace(found, **parts))
+    return conclude(structs.replace(result, **parts))
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def written(validation: Validation, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_what_it_holds(written: Path) -> None:
-    found = json.loads((written / "report.json").read_text())
-    validator("report")(found)
-    (drafter,) = found["drafters"]
+    result = json.loads((written / "report.json").read_text())
+    validator("report")(result)
+    (drafter,) = result["drafters"]
     steps = drafter["agreement"]["steps"]
     assert [step["step"] for step in steps] == [1, 2, 3]
     by_workload = [drafter["workloads"][name]["steps"] for name in ("code", "prose")]
@@ -73,12 +73,12 @@ def test_what_it_holds(written: Path) -> None:
             low, high = step[name]["ci95"] or (0, 1)
             assert 0 <= low <= step[name]["value"] <= high <= 1
     assert sum(part[0]["top1"]["n"] for part in by_workload) == steps[0]["top1"]["n"] == drafter["agreement"]["n"]
-    assert len(found["controls"]) == 7 and set(drafter["worth"]) == {"1", "3"}
-    assert all(worth["same_text"] == found["base"]["timed"] == 2 for worth in drafter["worth"].values())
-    assert found["verdict"].startswith("Verified: the checkpoint is the drafter of sample.litertlm (config, files, ")
-    assert "; same text 2 of 2 (greedy, in float32; whatever is drafted). " in found["verdict"]
-    assert [check["passed"] for check in found["checks"]] == [True] * len(CHECKS)
-    assert found["settings"]["prompts"] == {"code": 4, "prose": 3}
+    assert len(result["controls"]) == 7 and set(drafter["worth"]) == {"1", "3"}
+    assert all(worth["same_text"] == result["base"]["timed"] == 2 for worth in drafter["worth"].values())
+    assert result["verdict"].startswith("Verified: the checkpoint is the drafter of sample.litertlm (config, files, ")
+    assert "; same text 2 of 2 (greedy, in float32; whatever is drafted). " in result["verdict"]
+    assert [check["passed"] for check in result["checks"]] == [True] * len(CHECKS)
+    assert result["settings"]["prompts"] == {"code": 4, "prose": 3}
 
 
 def test_its_files(written: Path, plan: ValidationPlan) -> None:
@@ -99,23 +99,23 @@ def test_a_report_says_when_how_and_with_what_it_was_measured(
         **{name: version(name) for name in ("torch", "transformers", "ai-edge-litert", "numpy")},
     }
     assert datetime.fromisoformat(run["when"]).utcoffset() == timedelta(0)
-    found = structs.replace(validation, run=structs.replace(validation.run, command="mtp-validate <b>"))
-    foot = as_html(page_of(found)).partition("<footer>")[2]
+    result = structs.replace(validation, run=structs.replace(validation.run, command="mtp-validate <b>"))
+    foot = as_html(page_of(result)).partition("<footer>")[2]
     for words in (run["when"], "mtp-validate &lt;b&gt;", run["prompts_sha256"], f"torch {version('torch')}"):
         assert words in foot
 
 
-def stopping(at: int) -> Callable[..., Any]:
+def stop_at_call(at: int) -> Callable[..., Any]:
     """Ctrl-C when the drafts of a few texts are generated so many times."""
     calls = count(1)
-    own = worth_module.Timed.of
+    generate = worth_module.Timed.of
 
-    def generated(*given: Any, **more: Any) -> Any:
+    def generate_or_stop(*arguments: Any, **more: Any) -> Any:
         if next(calls) == at:
             raise KeyboardInterrupt
-        return own(*given, **more)
+        return generate(*arguments, **more)
 
-    return generated
+    return generate_or_stop
 
 
 @pytest.mark.parametrize(("at", "measured"), [(1, []), (2, []), (3, ["1"])])
@@ -124,17 +124,17 @@ def test_what_was_measured_until_it_ends_is_told(
 ) -> None:
     """The base alone, a chain of one, a chain of three: a call each."""
     reporter = Recorder()
-    monkeypatch.setattr(worth_module.Timed, "of", stopping(at))
+    monkeypatch.setattr(worth_module.Timed, "of", stop_at_call(at))
     with pytest.raises(KeyboardInterrupt):
         run_validation(plan, reporter)
-    (found,) = reporter.results
-    assert [check.passed for check in found.checks] == [True] * len(found.checks)
-    assert found.notes[-1] == "It ended early: what is missing was not measured."
+    (result,) = reporter.results
+    assert [check.passed for check in result.checks] == [True] * len(result.checks)
+    assert result.notes[-1] == "It ended early: what is missing was not measured."
     if at == 1:
-        assert (found.drafters, found.controls) == ([], []), "controls are shown beside the drafter"
-        as_html(page_of(found))
+        assert (result.drafters, result.controls) == ([], []), "controls are shown beside the drafter"
+        as_html(page_of(result))
         return
-    (drafter,), (whole,) = found.drafters, validation.drafters
+    (drafter,), (whole,) = result.drafters, validation.drafters
     assert plain_json(drafter.agreement) == plain_json(whole.agreement)
     assert [*drafter.worth] == measured
     words = (
@@ -142,11 +142,11 @@ def test_what_was_measured_until_it_ends_is_told(
         if measured
         else "Not measured: how well it drafts for a base (it ended before that)"
     )
-    assert words in found.verdict
-    titles = [table.title for table in build_tables(found)]
+    assert words in result.verdict
+    titles = [table.title for table in build_tables(result)]
     assert ("What drafting is worth" in titles) is bool(measured)
     assert "Acceptance by draft step" in titles
-    as_html(page_of(found))
+    as_html(page_of(result))
 
 
 def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> None:
@@ -155,7 +155,7 @@ def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> Non
             return {key: without_times(item) for key, item in value.items() if key not in TIMES}
         return [without_times(item) for item in value] if isinstance(value, list) else value
 
-    first, again = (without_times(plain_json(found)) for found in (validation, run_validation(plan)))
+    first, again = (without_times(plain_json(result)) for result in (validation, run_validation(plan)))
     assert first == again
 
 
@@ -167,8 +167,8 @@ def test_a_workload_whose_texts_end_at_once(validation: Validation, tmp_path: Pa
     silent = structs.replace(drafter.agreement, texts=0, n=0, teacher_forced=none, steps=steps)
     changes = {**drafter.changes, "silent": Change(float("nan"), None, 0)}
     workloads = {**drafter.workloads, "silent": silent}
-    found = changed(validation, drafters=[structs.replace(drafter, workloads=workloads, changes=changes)])
-    write_validation(found, tmp_path / "report")
+    result = change_validation(validation, drafters=[structs.replace(drafter, workloads=workloads, changes=changes)])
+    write_validation(result, tmp_path / "report")
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["drafters"][0]["changes"]["silent"]["mean"] is None
 
@@ -177,7 +177,7 @@ def test_parts_that_were_not_asked_for(plan: ValidationPlan, validation: Validat
     only_source = run_validation(dataclasses.replace(plan, base=None, prompts=None))
     assert only_source.verdict.endswith(" Not measured: how well it drafts for a base (it was run beside none).")
     assert [table.title for table in build_tables(only_source)] == ["Is it the drafter of the file?"]
-    no_source = changed(validation, source=None, checks=[])
+    no_source = change_validation(validation, source=None, checks=[])
     assert no_source.verdict.startswith(
         "Not verified: that this is the function of a .litertlm file (it was compared with none). Measured: "
     )
@@ -189,11 +189,13 @@ def test_any_check_refutes(validation: Validation, name: str) -> None:
     checks = {check.name: check for check in validation.checks}
     assert list(checks) == CHECKS
     wrong = dataclasses.replace(checks[name], passed=False, evidence="so and so")
-    found = changed(validation, checks=list({**checks, name: wrong}.values()))
-    assert found.refuted
-    assert not found.verified
-    assert found.verdict.startswith(f"Refuted: {name}: so and so. Measured: ")
-    left = changed(validation, checks=list({**checks, name: dataclasses.replace(wrong, passed=None)}.values()))
+    result = change_validation(validation, checks=list({**checks, name: wrong}.values()))
+    assert result.refuted
+    assert not result.verified
+    assert result.verdict.startswith(f"Refuted: {name}: so and so. Measured: ")
+    left = change_validation(
+        validation, checks=list({**checks, name: dataclasses.replace(wrong, passed=None)}.values())
+    )
     assert left.verified == (name in ("record", "transformers", "interpreter"))
     assert not left.refuted
 
@@ -205,12 +207,14 @@ def test_too_few_texts_decide_nothing(validation: Validation) -> None:
     of_four = structs.replace(first.agreement, texts=4, steps=[structs.replace(first.agreement.steps[0], top1=none)])
     other = structs.replace(first, name="other", change=Change(-0.3, None, 4))
     controls = [structs.replace(r, difference=none, standing="undecided") for r in validation.controls]
-    found = changed(validation, controls=controls, drafters=[structs.replace(first, agreement=of_four), other])
-    assert not found.refuted
-    told = "not decided: 4 texts, at least 5 are needed"
+    result = change_validation(
+        validation, controls=controls, drafters=[structs.replace(first, agreement=of_four), other]
+    )
+    assert not result.refuted
+    undecided = "not decided: 4 texts, at least 5 are needed"
     for part in ("positions", "other -0.30", "What the controls say is"):
-        assert f"{part} ({told})" in found.verdict or f"{part} {told}" in found.verdict, part
-    assert "refuted" not in found.verdict.lower()
+        assert f"{part} ({undecided})" in result.verdict or f"{part} {undecided}" in result.verdict, part
+    assert "refuted" not in result.verdict.lower()
 
 
 def test_a_report_replaces_a_report_when_asked_and_nothing_else(validation: Validation, tmp_path: Path) -> None:
@@ -229,18 +233,18 @@ def test_a_report_replaces_a_report_when_asked_and_nothing_else(validation: Vali
 
 def test_the_pair(written: Path, validation: Validation) -> None:
     """Its sizes are those of the sample: four layers of the base compute keys, one of them full."""
-    found = json.loads((written / "pair.json").read_text())
-    assert found == plain_json(validation.pair)
-    assert found["target"]["hidden_size"] == found["draft"]["hidden_size"] == 64
-    assert found["bridge"]["shape"] == ["T", 64] and found["draft"]["assistant_role"] == "mtp_drafter"
-    buffers = found["buffers"]
+    result = json.loads((written / "pair.json").read_text())
+    assert result == plain_json(validation.pair)
+    assert result["target"]["hidden_size"] == result["draft"]["hidden_size"] == 64
+    assert result["bridge"]["shape"] == ["T", 64] and result["draft"]["assistant_role"] == "mtp_drafter"
+    buffers = result["buffers"]
     assert buffers["draft_kv_cache"]["bytes"] == 0
     assert buffers["target_logits"] == {"shape": [4, 512], "bytes": 4 * 4 * 512}
     assert buffers["candidate_tokens"]["shape"] == [3] and buffers["accepted_tokens"]["shape"] == [4]
-    assert found["verify"]["T"] == 4
+    assert result["verify"]["T"] == 4
     worth = validation.drafters[0].worth
-    assert list(found["metrics"]) == list(worth) and validation.base is not None
-    for name, metrics in found["metrics"].items():
+    assert list(result["metrics"]) == list(worth) and validation.base is not None
+    for name, metrics in result["metrics"].items():
         assert metrics == {
             "backbone_only_tok_per_sec": validation.base.tokens_per_s,
             "speculative_tok_per_sec": worth[name].tokens_per_s,
@@ -360,7 +364,7 @@ def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
         ({"base": None, "source": "x", "beside": Path("x")}, "to measure another drafter with, found none"),
     ],
 )
-def test_what_cannot_be_measured(given: dict[str, Any], what: str) -> None:
+def test_what_cannot_be_measured(arguments: dict[str, Any], what: str) -> None:
     """Refused before the base, which is not there, is looked for."""
     with pytest.raises(MtpExtractError, match=what):
-        validate(ValidationPlan(Path("absent"), **{"base": "absent", **given}))
+        validate(ValidationPlan(Path("absent"), **{"base": "absent", **arguments}))

@@ -37,8 +37,8 @@ PLANS = {
 @pytest.fixture(scope="module")
 def drafted(generator: SpeculativeGenerator, continuations: Continuations) -> list[Agreement]:
     """After its own drafts, and along the texts."""
-    asked = [(generator.drafter, 4, along) for along in (False, True)]
-    return measure_agreements(generator.base, asked, continuations, batch=4)
+    requests = [(generator.drafter, 4, along) for along in (False, True)]
+    return measure_agreements(generator.base, requests, continuations, batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def test_rounds_are_those_of_the_loop(
 ) -> None:
     """Of every text, chain and tree: what generating it drafts and accepts, round by round; of repeats nothing."""
     twice = Continuations(continuations.prompts * 2, continuations.texts * 2)
-    for what in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.values():
-        stands = count_accepted_drafts(what, *drafted)
-        walks = walk_rounds(what, stands, continuations, NEW_TOKENS)
+    for drafts in {**PLANS, "adaptive": AdaptiveDrafts(4, cost_ratio=0.2)}.values():
+        accepted = count_accepted_drafts(drafts, *drafted)
+        walks = walk_rounds(drafts, accepted, continuations, NEW_TOKENS)
         for index, walk in zip(continuations.usable, walks, strict=True):
             prompt = continuations.texts[index].prompt
-            made = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=what)
-            assert walk == [(r.drafted, r.accepted) for r in made.rounds if r.drafted]
-        assert walk_rounds(what, stands, twice, NEW_TOKENS) == walks
+            measured = generator.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=drafts)
+            assert walk == [(r.drafted, r.accepted) for r in measured.rounds if r.drafted]
+        assert walk_rounds(drafts, accepted, twice, NEW_TOKENS) == walks
 
 
 def test_counts(worth: dict[str, Worth], alone: Timed, continuations: Continuations) -> None:
@@ -98,5 +98,5 @@ def test_another_text_is_noticed(
     ends = {one: shorter.tokens[:-1], two: (*other.tokens[:-1], other.tokens[-1] + 1)}
     changed = {row: dataclasses.replace(alone.texts[row], tokens=tokens) for row, tokens in ends.items()}
     spoilt = Timed({**alone.texts, **changed})
-    made = measure_worth(generator, continuations, *drafted, {"4": 4}, spoilt, new_tokens=NEW_TOKENS)
-    assert made["4"].same_text == 1
+    measured = measure_worth(generator, continuations, *drafted, {"4": 4}, spoilt, new_tokens=NEW_TOKENS)
+    assert measured["4"].same_text == 1
