@@ -188,9 +188,10 @@ class RunningLength:
         # Shrinkage: rateᵢ = (acceptedᵢ + P · pooled) / (triedᵢ + P), with P prior rounds at the rate of all steps;
         # pooled = (Σ accepted + P · prior rate) / (Σ tried + P).
         pooled = (sum(self._accepted) + _PRIOR_ROUNDS * _PRIOR_RATE) / (sum(self._tried) + _PRIOR_ROUNDS)
-        for step in range(self.policy.most):
-            accepted_weight = self._accepted[step] + _PRIOR_ROUNDS * pooled
-            self.conditional[step] = accepted_weight / (self._tried[step] + _PRIOR_ROUNDS)
+        self.conditional = [
+            (hits + _PRIOR_ROUNDS * pooled) / (rounds + _PRIOR_ROUNDS)
+            for hits, rounds in zip(self._accepted, self._tried, strict=True)
+        ]
         self.value = max(1, choose_draft_length(self.conditional, draft_cost=self._measure_cost_ratio()))
 
     def _measure_cost_ratio(self) -> float:

@@ -220,10 +220,8 @@ def _measure_drafts(
     validation.controls = controls
 
     # Chains with the longest last, then trees and the adaptive chain, which needs the longest chain's times.
-    planned: dict[str, Drafts] = {
-        **{str(steps): steps for steps in sorted(set(plan.draft_steps))},
-        **plan.drafts_by_name,
-    }
+    planned: dict[str, Drafts] = {str(steps): steps for steps in sorted(set(plan.draft_steps))}
+    planned |= plan.drafts_by_name
     for contender, agreements, drafter in zip(contenders, drafts, validation.drafters, strict=True):
         measure_worth(contender.pair, written, *agreements, planned, alone, plan.new_tokens, reporter, drafter.worth)
 

@@ -78,10 +78,8 @@ def test_standing(ours: list[int], theirs: list[int], standing: str) -> None:
 
 def test_four_texts_decide_nothing() -> None:
     for theirs in ([0] * 40, [1] * 40):
-        assert (
-            compare_with_control(CONTROLS[0], build_agreement([1] * 40, 4), build_agreement(theirs, 4)).standing
-            == "undecided"
-        )
+        result = compare_with_control(CONTROLS[0], build_agreement([1] * 40, 4), build_agreement(theirs, 4))
+        assert result.standing == "undecided"
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_a_tree_wider_than_the_vocabulary(plan: ValidationPlan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "what"),
+    ("arguments", "what"),
     [
         ({"draft_steps": ()}, "draft steps, found none"),
         ({"draft_steps": (65,)}, "draft_steps of at most 64, found 65"),
