@@ -1,1 +1,1 @@
-"""What tuning and validating both need: the base model, prompts, its own text, agreement with it, intervals."""
+"""The base model, prompts, the base's text, agreement with it, and intervals: shared by tuning and validation."""

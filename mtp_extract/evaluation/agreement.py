@@ -73,12 +73,12 @@ class Workload(Record):
 def summarize_agreement(part: Agreement) -> Workload:
     """Compute acceptance by step and teacher-forced tokens per round, with 95 % intervals."""
     rounds = compute_acceptance(part)
-    stand = rounds.stands.sum(dim=1)
-    interval = over_texts(share_bounds, stand / part.steps, torch.ones_like(stand), text=rounds.text)
+    accepted = rounds.stands.sum(dim=1)
+    interval = over_texts(share_bounds, accepted / part.steps, torch.ones_like(accepted), text=rounds.text)
     return Workload(
         texts=len(set(part.text.tolist())),
         n=len(part.anchor),
-        teacher_forced=figure(rounds.teacher_forced, len(stand), interval and interval.scaled(part.steps, 1.0)),
+        teacher_forced=figure(rounds.teacher_forced, len(accepted), interval and interval.scaled(part.steps, 1.0)),
         steps=[_summarize_step(part, step) for step in range(part.steps)],
     )
 
