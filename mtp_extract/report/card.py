@@ -17,8 +17,8 @@ from mtp_extract.formats import EVERY, architecture_in
 from mtp_extract.io.address import HubAddress
 from mtp_extract.io.typed import Excerpt
 from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
-from mtp_extract.report.markdown import code, paragraph, plain
-from mtp_extract.report.serving import how_to_serve, shell_word
+from mtp_extract.report.markdown import escape_paragraph, format_code, plain
+from mtp_extract.report.serving import describe_serving, quote_shell_word
 from mtp_extract.report.templates import render_template
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -83,17 +83,17 @@ def model_card(
         words: what whoever publishes it says on it.
     """
     kind = architecture_in(record["layout"])
-    base = _base_of(record, words)
-    argument = _source_argument(record)
+    base = _find_base(record, words)
+    argument = _format_source_argument(record)
     published = bundle_of(record)
     again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
     return render_template(
         "card.md",
         plain,
-        {"code": code, "paragraph": paragraph},
-        metadata="".join(f"{key}: {json.dumps(value)}\n" for key, value in card_metadata(record, words).items()),
+        {"code": format_code, "paragraph": escape_paragraph},
+        metadata="".join(f"{key}: {json.dumps(value)}\n" for key, value in build_card_metadata(record, words).items()),
         rounded=roundings(*record["converted_from"]),
-        serving=how_to_serve(record, base or "BASE_MODEL", again=again),
+        serving=describe_serving(record, base or "BASE_MODEL", again=again),
         licence=license_of(record),
         published=published["name"] if published else None,
         record=record,
@@ -107,10 +107,10 @@ def model_card(
     )
 
 
-def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
+def build_card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
     """The card's YAML header as a dict, in the order in which it is written."""
     license_ = license_of(record)
-    base = _base_of(record, words)
+    base = _find_base(record, words)
     tags = ["speculative-decoding", "draft-model", "gemma4", "mtp-extract"]
     metadata = {
         # What the Hub calls a licence that is none of those it lists.
@@ -127,7 +127,7 @@ def card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[
     return {key: value for key, value in metadata.items() if value is not None}
 
 
-def _base_of(record: Mapping[str, Any], words: CardWords) -> str | None:
+def _find_base(record: Mapping[str, Any], words: CardWords) -> str | None:
     """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
     named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
     return next((name for name in named if isinstance(name, str) and _HUB_ID.fullmatch(name)), None)
@@ -138,7 +138,7 @@ def roundings(*steps: Mapping[str, Any]) -> list[str]:
     return sorted({word for step in steps for word in (*step["rounded"], step["rule"]) if word})
 
 
-def _source_argument(record: Mapping[str, Any]) -> str:
+def _format_source_argument(record: Mapping[str, Any]) -> str:
     """How to name the bundle on a command line, as one shell word, as exactly as the record allows."""
     provenance, bundle = record["source"]["provenance"], bundle_of(record) or {}
     repository, path, commit = (provenance.get(key) for key in ("repository", "path", "commit"))
@@ -147,5 +147,5 @@ def _source_argument(record: Mapping[str, Any]) -> str:
         path = bundle.get("file")
         commit = None
     if repository and path:
-        return shell_word(HubAddress(repository, path, commit).name)
-    return shell_word(provenance.get("url") or "BUNDLE.litertlm")
+        return quote_shell_word(HubAddress(repository, path, commit).name)
+    return quote_shell_word(provenance.get("url") or "BUNDLE.litertlm")

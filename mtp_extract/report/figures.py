@@ -47,19 +47,19 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
         for index, (which, rows) in enumerate(series.items()):
             places = [-(1 + len(series)) * names.index(name) - index for name in rows]
             colours = [PALE if strong and name != strong else _COLOURS[index] for name in rows]
-            axes.barh(places, [value for value, _ in rows.values()], color=colours, height=0.8, label=_short(which))
+            axes.barh(places, [value for value, _ in rows.values()], color=colours, height=0.8, label=_shorten(which))
             for place, (value, ends) in zip(places, rows.values(), strict=True):
                 if ends:
-                    axes.errorbar([value], [place], xerr=_arms([(value, ends)]), ecolor="black", **_CAPS)
+                    axes.errorbar([value], [place], xerr=_compute_error_bars([(value, ends)]), ecolor="black", **_CAPS)
                 at: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
                 axes.annotate(f"{value:{form}}", (ends[1] if ends else value, place), **at, fontsize=10)
         for row, name in enumerate(names):
-            axes.annotate(_short(name), (0, 0.46 - (1 + len(series)) * row), va="bottom", fontsize=10)
+            axes.annotate(_shorten(name), (0, 0.46 - (1 + len(series)) * row), va="bottom", fontsize=10)
         axes.set(xlabel=f"{label}; lines: 95 % intervals", yticks=[], ylim=(0.6 - (1 + len(series)) * len(names), 1.4))
         axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
         axes.grid(visible=False, axis="y")
 
-    return _picture(draw, 0.8 + (0.26 + 0.26 * len(series)) * len(names), legend=len(series) > 1)
+    return _render_svg(draw, 0.8 + (0.26 + 0.26 * len(series)) * len(names), legend=len(series) > 1)
 
 
 def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
@@ -71,14 +71,14 @@ def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
             places = [at + 1 + 0.08 * (index - (len(series) - 1) / 2) for at in range(len(points))]
             look: dict[str, Any] = {"color": _COLOURS[index], "marker": _MARKERS[index], "markersize": 5}
             values = [value for value, _ in points]
-            axes.errorbar(places, values, yerr=_arms(points), label=_short(name), **_CAPS, **look)
+            axes.errorbar(places, values, yerr=_compute_error_bars(points), label=_shorten(name), **_CAPS, **look)
         axes.set(xlabel="draft step; bars: 95 % intervals", ylabel=label, ylim=(0, 103))
         axes.set_xticks(range(1, max(map(len, series.values())) + 1))
 
-    return _picture(draw, 3.2 + 0.2 * len(series), legend=True)
+    return _render_svg(draw, 3.2 + 0.2 * len(series), legend=True)
 
 
-def _picture(draw: Callable[[Any], None], height: float, legend: bool) -> str:
+def _render_svg(draw: Callable[[Any], None], height: float, legend: bool) -> str:
     """The address of what is drawn on axes of ``height`` inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -95,12 +95,12 @@ def _picture(draw: Callable[[Any], None], height: float, legend: bool) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _arms(points: Sequence[Point]) -> list[list[float]]:
+def _compute_error_bars(points: Sequence[Point]) -> list[list[float]]:
     """How far error bars reach below and above; not at all where there is no interval."""
     reach = [(value - ends[0], ends[1] - value) if ends else (0.0, 0.0) for value, ends in points]
     return [[max(0.0, pair[side]) for pair in reach] for side in (0, 1)]
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     name = escape(name)
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 1]}…{name[-_LONGEST // 2 :]}"

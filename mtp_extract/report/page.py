@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from mtp_extract._version import __version__
-from mtp_extract.report.markdown import visible
+from mtp_extract.report.markdown import escape_invisible
 from mtp_extract.report.templates import render_template
 
 _NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
@@ -81,12 +81,12 @@ def as_html(page: Page) -> str:
     """The page; without pictures where matplotlib is missing, which a note says."""
     tables, drawn = sorted(page.tables, key=lambda table: table.folded), find_spec("matplotlib") is not None
     values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "version": __version__}
-    return render_template("page.html", lambda value: escape(visible(value)), {"cell": _cell}, **values)
+    return render_template("page.html", lambda value: escape(escape_invisible(value)), {"cell": _render_cell}, **values)
 
 
-def _cell(text: str) -> str:
+def _render_cell(text: str) -> str:
     """A cell's content: the interval of a number below it, a long name broken at its parts first."""
     if parts := re.fullmatch(rf"({_NUMBER})(?: (\(.*\)[×%]?))?", text):
         interval = f" <small>{escape(parts[2])}</small>" if parts[2] else ""
         return f'<span class="number">{escape(parts[1])}</span>{interval}'
-    return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(visible(text)))
+    return re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", escape(escape_invisible(text)))

@@ -15,7 +15,7 @@ _LONGEST_PATH = 1 << 12
 """Characters: of a path that is shortened a command would find nothing."""
 
 
-def how_to_serve(record: Mapping[str, Any], base: str, *, again: str) -> str:
+def describe_serving(record: Mapping[str, Any], base: str, *, again: str) -> str:
     """A block with the command of each engine that loads a directory, in Markdown.
 
     Args:
@@ -24,13 +24,13 @@ def how_to_serve(record: Mapping[str, Any], base: str, *, again: str) -> str:
         again: the command that writes the directory in another format, which is to be named.
     """
     weights = (name for name in record["files"] if name.endswith(".gguf"))
-    names = blocks_for(record)
-    values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": shell_word(f"DRAFTER/{next(weights, '')}")}
-    blocks = "\n".join(block for name, block in _blocks().items() if name in names).rstrip()
+    names = list_block_names(record)
+    values = {"BASE_MODEL": base, "AGAIN": again, "WEIGHTS": quote_shell_word(f"DRAFTER/{next(weights, '')}")}
+    blocks = "\n".join(block for name, block in _read_blocks().items() if name in names).rstrip()
     return re.sub("|".join(values), lambda name: values[name[0]], blocks)
 
 
-def blocks_for(record: Mapping[str, Any]) -> Sequence[str]:
+def list_block_names(record: Mapping[str, Any]) -> Sequence[str]:
     """The names of the blocks that say how to serve what ``record`` describes."""
     layout = record["layout"]
     return architecture_in(layout).serving(engines_for(layout), record["geometry"])
@@ -38,7 +38,7 @@ def blocks_for(record: Mapping[str, Any]) -> Sequence[str]:
 
 def next_command(engine: str, record: Mapping[str, Any], directory: object) -> str | None:
     """What serves the drafter in ``directory`` with ``engine``, as its block has it, on one line; None without one."""
-    if engine not in blocks_for(record) or (block := _blocks().get(engine)) is None:
+    if engine not in list_block_names(record) or (block := _read_blocks().get(engine)) is None:
         return None
     lines = [line for line in re.sub(r"\\\n +", "", block).splitlines() if line and line[0] not in "#`"]
     # What comes before the drafter is loaded, a reader who serves a base has done already.
@@ -48,17 +48,17 @@ def next_command(engine: str, record: Mapping[str, Any], directory: object) -> s
     string = json.dumps(escape(directory, _LONGEST_PATH), ensure_ascii=False)
     if "```sh" in block:
         string = string.replace("'", "'\\''")
-    return text.replace('"DRAFTER"', string).replace("DRAFTER", shell_word(directory))
+    return text.replace('"DRAFTER"', string).replace("DRAFTER", quote_shell_word(directory))
 
 
-def _blocks() -> dict[str, str]:
+def _read_blocks() -> dict[str, str]:
     """By the engine, or what else it is for."""
     text = (Path(__file__).parent / "serving.md").read_text(encoding="utf-8")
     _, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def shell_word(text: object) -> str:
+def quote_shell_word(text: object) -> str:
     """``text`` as one shell word within a fenced block, which a backtick could end."""
     word = escape(text, _LONGEST_PATH).replace("`", "")
     return word if re.fullmatch(r"[\w/:@.+%=,-]+", word) else "'" + word.replace("'", "'\\''") + "'"

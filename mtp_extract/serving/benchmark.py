@@ -27,10 +27,10 @@ from mtp_extract.evaluation.intervals import IntervalEnds, over_texts, ratio_bou
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.progress import SILENT, Reporter, report_each
-from mtp_extract.serving.client import Answer, Server, counted_in, question
-from mtp_extract.serving.counters import Counters, total
+from mtp_extract.serving.client import Answer, Server, question, sum_counters
+from mtp_extract.serving.counters import Counters, sum_counts
 from mtp_extract.serving.plan import BenchPlan
-from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window, answered
+from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window, list_requests
 from mtp_extract.serving.verdict import conclude_benchmark
 
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
@@ -57,10 +57,12 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
         try:
             run.ask_all(reporter)
         except BaseException as error:
-            if answered(run.windows["server"]):
-                reporter.measured(run.result(ended_early=str(error) if isinstance(error, Exception) else "interrupted"))
+            if list_requests(run.windows["server"]):
+                reporter.measured(
+                    run.build_result(ended_early=str(error) if isinstance(error, Exception) else "interrupted")
+                )
             raise
-        return run.result()
+        return run.build_result()
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,14 @@ class _Run:
 
         for part in report_each(parts, reporter, "asking", "window"):
             for side in order:
-                self.windows[side].append(self._window(self.servers[side], part))
+                self.windows[side].append(self._ask_window(self.servers[side], part))
                 _check_alive(self.windows[side])
             order.reverse()
         for windows in self.windows.values():
-            if not answered(windows):
+            if not list_requests(windows):
                 raise ServerError(windows[-1].failures[-1].reason)
 
-    def _window(self, server: Server, part: Sequence[int]) -> Window:
+    def _ask_window(self, server: Server, part: Sequence[int]) -> Window:
         """The prompts of these numbers, asked of ``server``."""
         before = server.counters()
         started = time.perf_counter()
@@ -118,15 +120,15 @@ class _Run:
             counted = server.counted(before, answers, self.plan.max_tokens * len(answers))
             return Window(requests, seconds, *counted)
         # Nobody says what part failures have in the page's counters: the answers' own are left.
-        return Window(requests, seconds, counted_in(answers) if answers else Counters(), False, failures)
+        return Window(requests, seconds, sum_counters(answers) if answers else Counters(), False, failures)
 
-    def result(self, ended_early: str | None = None) -> Benchmark:
+    def build_result(self, ended_early: str | None = None) -> Benchmark:
         """Of all windows so far."""
         # What is drawn at random differs by chance.
         is_compared = self.plan.baseline is not None and self.plan.temperature == 0
         if is_compared:
             _compare_texts(self.windows)
-        with_answers = {request.workload for request in answered(self.windows["server"])}
+        with_answers = {request.workload for request in list_requests(self.windows["server"])}
         names = [name for name in dict.fromkeys(prompt.workload for prompt in self.prompts) if name in with_answers]
         benchmark = Benchmark(
             ended_early=ended_early,
@@ -156,8 +158,8 @@ def _check_alive(windows: Sequence[Window]) -> None:
 
 def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
     """Write into each request of the server where its text leaves the baseline's."""
-    baseline = {request.prompt: request.answer.text for request in answered(windows["baseline"])}
-    for request in answered(windows["server"]):
+    baseline = {request.prompt: request.answer.text for request in list_requests(windows["baseline"])}
+    for request in list_requests(windows["server"]):
         if request.prompt in baseline:
             pairs = enumerate(zip_longest(request.answer.text, baseline[request.prompt]))
             request.leaves_at = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
@@ -165,20 +167,21 @@ def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
 
 def benchmark_figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Of the workloads ``names`` in all ``windows`` by side; ``compared``: whether texts were, with the baseline's."""
-    requests = {side: requests_of(of_side, names) for side, of_side in windows.items()}
+    requests = {side: select_requests(of_side, names) for side, of_side in windows.items()}
     in_baseline = {request.prompt for request in requests.get("baseline", ())}
     answered_by_both = [request for request in requests["server"] if request.prompt in in_baseline]
     return Figures(
         texts=len(requests["server"]),
         sides={side: measure_side(of_side, names) for side, of_side in windows.items()},
-        speedup=_speedup(_timed(requests["server"]), _timed(requests.get("baseline", ()))),
+        speedup=_compute_speedup(_collect_times(requests["server"]), _collect_times(requests.get("baseline", ()))),
         compared=len(answered_by_both) if compared else None,
         identical=sum(request.leaves_at is None for request in answered_by_both) if compared else None,
     )
 
 
-def _speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[int, tuple[int, float]]) -> Figure:
-    """Σ seconds the baseline takes for the server's tokens / Σ seconds the server takes; both as of :func:`_timed`."""
+def _compute_speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[int, tuple[int, float]]) -> Figure:
+    """Return how much faster the server is; arguments are those of :func:`_collect_times`."""
+    # Σ seconds the baseline takes for the server's tokens / Σ seconds the server takes
     prompts = sorted(server.keys() & baseline.keys())
     would_take = list[float]()
     took = list[float]()
@@ -187,82 +190,82 @@ def _speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[int, tup
         baseline_tokens, baseline_seconds = baseline[prompt]
         would_take.append(baseline_seconds / baseline_tokens * tokens)
         took.append(seconds)
-    return _figure(ratio_bounds, would_take, took, len(prompts))
+    return _compute_figure(ratio_bounds, would_take, took, len(prompts))
 
 
-def requests_of(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
+def select_requests(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
     """The answered requests of the workloads ``names``."""
-    return [request for request in answered(windows) if request.workload in names]
+    return [request for request in list_requests(windows) if request.workload in names]
 
 
 def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
     """What one server did for the workloads ``names``."""
-    requests = requests_of(windows, names)
-    is_all = len(requests) == len(answered(windows))
-    tokens = total(request.answer.tokens for request in requests)
+    requests = select_requests(windows, names)
+    is_all = len(requests) == len(list_requests(windows))
+    tokens = sum_counts(request.answer.tokens for request in requests)
     wall = sum(window.wall_s for window in windows)
 
-    timed = _timed(requests).values()
+    timed = _collect_times(requests).values()
     counts = [count for count, _ in timed]
     first = [request.answer.first_s for request in requests if request.answer.first_s is not None]
     return Side(
         tokens=tokens,
-        tokens_per_s=_figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
+        tokens_per_s=_compute_figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
         output_throughput=tokens / wall if is_all and wall and tokens is not None else None,
-        ttft_ms=_latency(first),
-        tpot_ms=_latency([seconds / count for count, seconds in timed]),
-        **_drafts_of(windows, names),
+        ttft_ms=_compute_latency(first),
+        tpot_ms=_compute_latency([seconds / count for count, seconds in timed]),
+        **_summarize_drafts(windows, names),
     )
 
 
-def _drafts_of(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
+def _summarize_drafts(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
     """Drafts, as a Side has them; what is not counted in all it is compared with is left out."""
-    units = list(filter(None, (_counted(window, names) for window in windows)))
+    units = list(filter(None, (_find_counters(window, names) for window in windows)))
     judged = [unit for unit in units if unit.drafted is not None]
     in_rounds = [unit for unit in units if unit.rounds]
     drafted = [unit.drafted or 0 for unit in judged]
     accepted = [unit.accepted or 0 for unit in judged]
 
-    all_accepted = sum(accepted) if judged else total(unit.accepted for unit in units)
+    all_accepted = sum(accepted) if judged else sum_counts(unit.accepted for unit in units)
     has_positions = in_rounds and all(unit.positions and unit.rounds is not None for unit in units)
     return {
         "counted": sum(unit.requests or 0 for unit in units),
         "drafted": sum(drafted) if judged else None,
         "accepted": all_accepted if units else None,
         "rounds": sum(unit.rounds or 0 for unit in in_rounds) if in_rounds else None,
-        "acceptance": _figure(share_bounds, accepted, drafted, sum(drafted)),
-        "tokens_per_round": _tokens_per_round(in_rounds, is_bounded=len(judged) == len(units)),
-        "acceptance_by_position": _acceptance_by_position(in_rounds) if has_positions else None,
+        "acceptance": _compute_figure(share_bounds, accepted, drafted, sum(drafted)),
+        "tokens_per_round": _compute_tokens_per_round(in_rounds, is_bounded=len(judged) == len(units)),
+        "acceptance_by_position": _compute_acceptance_by_position(in_rounds) if has_positions else None,
     }
 
 
-def _tokens_per_round(units: Sequence[Counters], *, is_bounded: bool) -> Figure:
+def _compute_tokens_per_round(units: Sequence[Counters], *, is_bounded: bool) -> Figure:
     """1 + accepted / rounds of ``units`` with rounds; an interval only where all drafts are known (``is_bounded``)."""
     rounds = [unit.rounds or 1 for unit in units]
     accepted = [unit.accepted or 0 for unit in units]
     # No round accepts more than rounds drafted on the mean of any window: their quotient, rounded up.
     most = [-(-max(unit.drafted or 0, hits) // size) for unit, hits, size in zip(units, accepted, rounds, strict=True)]
-    length = _figure(share_bounds, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
+    length = _compute_figure(share_bounds, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
     return length if is_bounded else Figure(length.value, length.n)
 
 
-def _acceptance_by_position(units: Sequence[Counters]) -> list[Figure]:
+def _compute_acceptance_by_position(units: Sequence[Counters]) -> list[Figure]:
     """By position: accepted there / rounds, of ``units`` with rounds and positions."""
     rounds = [unit.rounds or 0 for unit in units]
     by_position = zip_longest(*(unit.positions or () for unit in units), fillvalue=0)
-    return [_figure(share_bounds, hits, rounds, sum(rounds)) for hits in by_position]
+    return [_compute_figure(share_bounds, hits, rounds, sum(rounds)) for hits in by_position]
 
 
-def _counted(window: Window, names: Collection[str]) -> Counters | None:
+def _find_counters(window: Window, names: Collection[str]) -> Counters | None:
     """What came of the drafts of ``names`` in ``window``; None where nothing says it."""
-    requests = requests_of([window], names)
+    requests = select_requests([window], names)
     # A page says nothing of one workload among several.
     is_all = len(requests) == len(window.requests)
-    counters = window.counted if is_all else counted_in([request.answer for request in requests])
+    counters = window.counted if is_all else sum_counters([request.answer for request in requests])
     return counters if requests and counters.accepted is not None else None
 
 
-def _figure(
+def _compute_figure(
     bounds: Callable[..., IntervalEnds],
     sums: Sequence[float],
     sizes: Sequence[float],
@@ -276,12 +279,12 @@ def _figure(
     return Figure(value, n, list(interval.scaled(scale, least)) if interval else None)
 
 
-def _timed(requests: Sequence[Request]) -> dict[int, tuple[int, float]]:
+def _collect_times(requests: Sequence[Request]) -> dict[int, tuple[int, float]]:
     """By prompt: tokens after the first text, and seconds; none of an answer that took no measurable time."""
     pairs = {request.prompt: (request.answer.timed_tokens or 0, request.answer.seconds) for request in requests}
     return {prompt: pair for prompt, pair in pairs.items() if min(pair) > 0}
 
 
-def _latency(seconds: Sequence[float]) -> dict[str, float] | None:
+def _compute_latency(seconds: Sequence[float]) -> dict[str, float] | None:
     values = 1e3 * np.array(seconds)
     return {"mean": float(values.mean()), "p99": float(np.percentile(values, 99))} if seconds else None

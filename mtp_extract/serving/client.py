@@ -22,7 +22,15 @@ from msgspec.structs import astuple, replace
 from mtp_extract.errors import MtpExtractError, ServerError, escape, few
 from mtp_extract.io.http_library import http_library
 from mtp_extract.io.typed import Count, NotNegative, Record
-from mtp_extract.serving.counters import KINDS, Counters, Kind, at, counters_of_answer, counters_of_page, total
+from mtp_extract.serving.counters import (
+    KINDS,
+    Counters,
+    Kind,
+    get_field,
+    parse_page_counters,
+    read_answer_counters,
+    sum_counts,
+)
 
 _Input = TypeVar("_Input")
 _Reply = TypeVar("_Reply")
@@ -99,7 +107,7 @@ class _Usage(msgspec.Struct):
     @property
     def thoughts(self) -> int:
         """Tokens of thoughts among those of the completion; 0 where it does not say."""
-        count = self.reasoning_tokens or at(self.completion_tokens_details, "reasoning_tokens")
+        count = self.reasoning_tokens or get_field(self.completion_tokens_details, "reasoning_tokens")
         return count if isinstance(count, int) else 0
 
 
@@ -119,24 +127,24 @@ def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock =
     Raises:
         ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
     """
-    return _answer_of(_lines(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock), sent, asked)
+    return _build_answer(_read_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock), sent, asked)
 
 
-def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
+def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
     """As :func:`read_answer`, of ``events`` with the seconds at which each was whole."""
-    arrived = _Arrived()
+    arrived = _PartialAnswer()
     is_done = False
     for now, data in events:
         if is_done := data == b"[DONE]":
             break
-        arrived.add(_decoded(data, _Event, "an event of an answer as JSON"), now)
+        arrived.add(_decode(data, _Event, "an event of an answer as JSON"), now)
     if not is_done and arrived.finish_reason is None:
         raise ServerError("expected a stream of events up to the answer's end, found one that ended before")
 
     texts = arrived.texts
     tokens = arrived.tokens
     arrived.check_counts(asked)
-    first_tokens, unstreamed = _before_text(arrived)
+    first_tokens, unstreamed = _count_before_text(arrived)
     return Answer(
         text="".join(texts),
         tokens=tokens,
@@ -154,7 +162,7 @@ def _answer_of(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -
 
 
 @dataclass
-class _Arrived:
+class _PartialAnswer:
     """What has come of an answer."""
 
     texts: list[str] = field(default_factory=list)  # of each event that has some
@@ -181,16 +189,16 @@ class _Arrived:
         # A text is at least one token.
         least = 1 if self.texts else 0
         is_possible = self.tokens is None or least <= self.tokens <= most
-        if not is_possible or (self.counted and not self.counted.possible(most)):
+        if not is_possible or (self.counted and not self.counted.are_possible(most)):
             counts = f"{self.tokens} tokens, {self.counted}"
             raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
 
     def add(self, event: _Event, now: float) -> None:
         """Add what ``event`` has, which was whole at ``now``; ServerError where it is an error."""
         if event.error:
-            raise ServerError(f"the answer ended in an error{_words_of(event.error)}")
+            raise ServerError(f"the answer ended in an error{_find_error_message(event.error)}")
         self.usage = event.usage or self.usage
-        self.counted = counters_of_answer(event.timings, event.metrics, event.sglext) or self.counted
+        self.counted = read_answer_counters(event.timings, event.metrics, event.sglext) or self.counted
         choice = _Choice()
         if event.choices:
             choice = event.choices[0]
@@ -212,7 +220,7 @@ class _Arrived:
         self.texts.append(text)
 
 
-def _before_text(arrived: _Arrived) -> tuple[int | None, bool]:
+def _count_before_text(arrived: _PartialAnswer) -> tuple[int | None, bool]:
     """Tokens up to the first text, where the server says; and whether there were some whose text was not streamed.
 
     Servers count thoughts that they keep to themselves. They took their time before the first text, so they do not
@@ -230,12 +238,12 @@ def _before_text(arrived: _Arrived) -> tuple[int | None, bool]:
     return so_far and min(so_far, tokens), thoughts > 0 or beyond_text
 
 
-def counted_in(answers: Sequence[Answer]) -> Counters:
+def sum_counters(answers: Sequence[Answer]) -> Counters:
     """What all of ``answers`` say together; null for what one of them does not."""
     counted = [replace(answer.counted or Counters(), requests=1, tokens=answer.tokens) for answer in answers]
     # Without positions, which no answer has.
     columns = zip(*(astuple(counters)[:-1] for counters in counted), strict=True)
-    return Counters(*map(total, columns))  # type: ignore[arg-type]
+    return Counters(*map(sum_counts, columns))  # type: ignore[arg-type]
 
 
 class Server(AbstractContextManager["Server"]):
@@ -251,7 +259,7 @@ class Server(AbstractContextManager["Server"]):
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
-        root = _root(url)
+        root = _parse_root(url)
         http = http_library()
         self.name = escape(root)
         self._http = http
@@ -261,7 +269,7 @@ class Server(AbstractContextManager["Server"]):
         limits = http.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = http.Client(base_url=root, headers=headers, timeout=_ANSWER_TIMEOUT, limits=limits)
         try:
-            ((self.kind, self.model),) = self._each(self._recognise, [model], _PAGE_TIMEOUT)
+            ((self.kind, self.model),) = self._map(self._recognize, [model], _PAGE_TIMEOUT)
         except BaseException:
             self._client.close()
             raise
@@ -269,25 +277,25 @@ class Server(AbstractContextManager["Server"]):
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    def _recognise(self, model: str | None) -> tuple[Kind, str]:
+    def _recognize(self, model: str | None) -> tuple[Kind, str]:
         """What it is; and ``model``, or the one that it serves."""
-        header, body = self._page("/v1/models")
-        listed = _decoded(body, dict[str, Any], "a list of models").get("data")
+        header, body = self._fetch_page("/v1/models")
+        listed = _decode(body, dict[str, Any], "a list of models").get("data")
         listed = listed if isinstance(listed, list) else []
-        names = [name for entry in listed if isinstance(name := at(entry, "id"), str) and name]
+        names = [name for entry in listed if isinstance(name := get_field(entry, "id"), str) and name]
         # Where none of those listed has a name, whoever names one knows more.
         is_known = model in names or (listed and not names)
         if not is_known if model is not None else len(names) != 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
             raise ServerError(f"expected {wanted}, found {few(names) or 'none'}. Name one", remedies=("model",))
-        signs = {header.partition("/")[0], *(str(at(entry, "owned_by")) for entry in listed)}
+        signs = {header.partition("/")[0], *(str(get_field(entry, "owned_by")) for entry in listed)}
         return next((kind for kind in KINDS if kind.sign in signs), Kind()), model or names[0]
 
     def counters(self) -> Counters:
         """What it counted since its start, everybody's requests together, if it reports that."""
         with suppress(ServerError):  # without this page, as llama-server is by default, or with another one
-            ((_, page),) = self._each(self._page, ["/metrics"], _PAGE_TIMEOUT)
-            return counters_of_page(page.decode("utf-8", "replace"))
+            ((_, page),) = self._map(self._fetch_page, ["/metrics"], _PAGE_TIMEOUT)
+            return parse_page_counters(page.decode("utf-8", "replace"))
         return Counters()
 
     def counted(self, before: Counters, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
@@ -296,7 +304,7 @@ class Server(AbstractContextManager["Server"]):
         What the answers do not say is taken from the server's counters, where these moved from ``before`` by exactly
         what the answers say; they may trail behind, so they are waited for.
         """
-        in_answers = counted_in(answers)
+        in_answers = sum_counters(answers)
         deadline = time.monotonic() + _SETTLING_TIME
         most_tokens += _BEYOND_LIMIT * len(answers)
         while True:
@@ -306,8 +314,8 @@ class Server(AbstractContextManager["Server"]):
             pairs = [pair for pair in pairs if None not in pair]
             if not pairs:
                 return in_answers, False
-            merged = in_answers.filled_from(moved)
-            if all(on_page == in_all for on_page, in_all in pairs) and merged.possible(most_tokens):
+            merged = in_answers.fill_from(moved)
+            if all(on_page == in_all for on_page, in_all in pairs) and merged.are_possible(most_tokens):
                 return merged, False
             if time.monotonic() > deadline or any(on_page > in_all for on_page, in_all in pairs):
                 return in_answers, True
@@ -319,7 +327,7 @@ class Server(AbstractContextManager["Server"]):
         Raises:
             MtpExtractError: there is no answer, or none that ends; the first such error ends all.
         """
-        return self._each(self._answer, questions, _ANSWER_TIMEOUT, at_a_time)
+        return self._map(self._fetch_answer, questions, _ANSWER_TIMEOUT, at_a_time)
 
     def try_each(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer | ServerError]:
         """As :meth:`ask`, with the error of an answer that fails in its place.
@@ -327,9 +335,9 @@ class Server(AbstractContextManager["Server"]):
         Raises:
             MtpExtractError: one takes so long that nobody waits for the others.
         """
-        return self._each(self._answer_or_error, questions, _ANSWER_TIMEOUT, at_a_time)
+        return self._map(self._try_fetch_answer, questions, _ANSWER_TIMEOUT, at_a_time)
 
-    def _each(
+    def _map(
         self, work: Callable[[_Input], _Reply], inputs: Sequence[_Input], seconds: float, at_a_time: int = 1
     ) -> list[_Reply]:
         """``work`` of each of ``inputs``; ends at an error, and where the next is not there in ``seconds``."""
@@ -339,9 +347,9 @@ class Server(AbstractContextManager["Server"]):
                 results = pool.imap(work, inputs)
                 return [results.next(seconds) for _ in inputs]
         except (ServerError, Late, self._http.HTTPError, UnicodeError) as error:
-            raise self._in_words(error, seconds) from None
+            raise self._describe_error(error, seconds) from None
 
-    def _in_words(self, error: Exception, seconds: float) -> ServerError:
+    def _describe_error(self, error: Exception, seconds: float) -> ServerError:
         """What ``error`` means, without the key; what a connection that broke wrote may quote the request."""
         http, remedies = self._http, tuple[str, ...]()
         if isinstance(error, ServerError):
@@ -356,13 +364,13 @@ class Server(AbstractContextManager["Server"]):
         words = words.replace(self._key, "…") if self._key else words
         return ServerError(f"{self.name}: {escape(words, 400)}.", remedies=remedies)
 
-    def _answer_or_error(self, question: Mapping[str, Any]) -> Answer | ServerError:
+    def _try_fetch_answer(self, question: Mapping[str, Any]) -> Answer | ServerError:
         try:
-            return self._answer(question)
+            return self._fetch_answer(question)
         except (ServerError, self._http.HTTPError) as error:
-            return self._in_words(error, _ANSWER_TIMEOUT)
+            return self._describe_error(error, _ANSWER_TIMEOUT)
 
-    def _answer(self, question: Mapping[str, Any]) -> Answer:
+    def _fetch_answer(self, question: Mapping[str, Any]) -> Answer:
         path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
         options = {"include_usage": True, **self.kind.stream_options}
         fields = {"model": self.model, "stream": True, "stream_options": options}
@@ -373,18 +381,18 @@ class Server(AbstractContextManager["Server"]):
 
         def read(response: Any) -> Answer:
             if "json" in response.headers.get("content-type", ""):  # it streams nothing, and sends all in the end
-                body = _body(response)
-                return replace(_answer_of([(time.perf_counter(), body)], sent, asked), streamed=False)
+                body = _read_body(response)
+                return replace(_build_answer([(time.perf_counter(), body)], sent, asked), streamed=False)
             # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
             return read_answer(response.stream, sent, asked)
 
-        return self._request(path, read, content)
+        return self._send(path, read, content)
 
-    def _page(self, path: str) -> tuple[str, bytes]:
+    def _fetch_page(self, path: str) -> tuple[str, bytes]:
         """Who says that it answers, and the body of a page."""
-        return self._request(path, lambda response: (response.headers.get("server", ""), _body(response)))
+        return self._send(path, lambda response: (response.headers.get("server", ""), _read_body(response)))
 
-    def _request(self, path: str, read: Callable[[Any], _Reply], content: bytes | None = None) -> _Reply:
+    def _send(self, path: str, read: Callable[[Any], _Reply], content: bytes | None = None) -> _Reply:
         """What ``read`` makes of the answer to a request: for a page, or with ``content``, which is JSON.
 
         A ServerError says that the server does not answer; in its own words, where it has some.
@@ -396,16 +404,16 @@ class Server(AbstractContextManager["Server"]):
                 return read(response)
             page: dict[str, Any] = {}
             with suppress(ServerError):  # else it is a page for people
-                page = _decoded(_body(response), dict[str, Any], "a JSON object")
-            reply = f"{status} {response.reason_phrase}".strip() + _words_of(page.get("error", page))
+                page = _decode(_read_body(response), dict[str, Any], "a JSON object")
+            reply = f"{status} {response.reason_phrase}".strip() + _find_error_message(page.get("error", page))
             reply += ". Give the address as it stands before /v1" if status == 404 else ""
             raise ServerError(f"expected {path}, found {reply}", remedies=("key",) if status in (401, 403) else ())
 
 
-def _lines(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[tuple[float, bytes]]:
+def _read_events(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[tuple[float, bytes]]:
     """The data of each event of ``stream``, with the seconds at which it was whole."""
     begun = bytearray()  # of a line whose end has not come; it is looked through once, however it comes
-    for piece in _bounded(stream, most_bytes):
+    for piece in _limit_size(stream, most_bytes):
         now = clock()
         begun += piece
         if b"\n" in piece:
@@ -413,7 +421,7 @@ def _lines(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[t
             yield from ((now, bytes(line[5:].strip())) for line in lines if line.startswith(b"data:"))
 
 
-def _bounded(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+def _limit_size(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
     for piece in stream:
         most_bytes -= len(piece)
         if most_bytes < 0:
@@ -421,11 +429,11 @@ def _bounded(stream: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
         yield piece
 
 
-def _body(response: Any) -> bytes:
-    return b"".join(_bounded(response.iter_raw(), _LARGEST_PAGE))
+def _read_body(response: Any) -> bytes:
+    return b"".join(_limit_size(response.iter_raw(), _LARGEST_PAGE))
 
 
-def _decoded(data: bytes, kind: type[_Reply], what: str) -> _Reply:
+def _decode(data: bytes, kind: type[_Reply], what: str) -> _Reply:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError):
@@ -433,14 +441,14 @@ def _decoded(data: bytes, kind: type[_Reply], what: str) -> _Reply:
         raise ServerError(f"expected {what}, found {text}") from None
 
 
-def _words_of(error: Any) -> str:
+def _find_error_message(error: Any) -> str:
     """What a server says of an error, to be put behind one's own words; empty where it says nothing."""
-    candidates = (error, at(error, "message"), at(error, "detail"))
+    candidates = (error, get_field(error, "message"), get_field(error, "detail"))
     words = next((text.strip() for text in candidates if isinstance(text, str)), "")
     return f": {words.rstrip('.')}" if words else ""
 
 
-def _root(url: str) -> str:
+def _parse_root(url: str) -> str:
     """A URL without query and what the API adds to it; a MtpExtractError where it is none, or a login is in it."""
     http = http_library()
     try:

@@ -76,19 +76,19 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
     positions: tuple[Count, ...] | None = None  #: accepted drafts by position in a round, from the first
 
     def __sub__(self, before: Counters) -> Counters:
-        def less(after: Any, old: Any) -> Any:
+        def subtract(after: Any, old: Any) -> Any:
             if after is None or old is None:
                 return None
             return tuple(map(sub, after, (*old, *[0] * len(after)))) if isinstance(after, tuple) else after - old
 
-        return Counters(*map(less, astuple(self), astuple(before)))
+        return Counters(*map(subtract, astuple(self), astuple(before)))
 
-    def filled_from(self, others: Counters) -> Counters:
+    def fill_from(self, others: Counters) -> Counters:
         """These, and of ``others`` those that these do not have."""
         pairs = zip(astuple(self), astuple(others), strict=True)
         return Counters(*(other if count is None else count for count, other in pairs))
 
-    def possible(self, most_tokens: int) -> bool:
+    def are_possible(self, most_tokens: int) -> bool:
         """Whether answers of at most ``most_tokens`` tokens together can have come to it.
 
         Every round writes at least one token; the last one's drafts may reach beyond the end.
@@ -101,22 +101,22 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
         return drafted >= 0 and all(0 <= (value or 0) <= bound for value, bound in bounds)
 
 
-def counters_of_answer(timings: Any, metrics: Any, sglext: Any) -> Counters | None:
+def read_answer_counters(timings: Any, metrics: Any, sglext: Any) -> Counters | None:
     """The counters in these fields of an answer's event; None where it has none, ServerError where one is no count."""
-    sent = timings or at(metrics, "speculative_decoding") or at(sglext, "spec_tokens_details")
+    sent = timings or get_field(metrics, "speculative_decoding") or get_field(sglext, "spec_tokens_details")
     if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
         return None
     counts = dict[str, int]()
     for ours, names in _IN_ANSWERS.items():
         for name in names:
             if sent.get(name) is not None:
-                counts[ours] = _count(name, _number(sent[name]))
+                counts[ours] = _parse_count(name, _format_json_number(sent[name]))
     if timings and counts.keys() <= {"tokens"}:
         counts |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
     return Counters(**counts)  # type: ignore[arg-type]  # none of these names is ``positions``
 
 
-def counters_of_page(text: str) -> Counters:
+def parse_page_counters(text: str) -> Counters:
     """The counters on a page in Prometheus' format, added up over their labels.
 
     A line is a name, perhaps labels, a value, and perhaps a time or an exemplar, which has a value of its own.
@@ -128,7 +128,7 @@ def counters_of_page(text: str) -> Counters:
     by_position = Counter[int]()
     for ours, names in _ON_PAGES.items():
         for labels, value in re.findall(f"^(?:{names}){_LINE}", text, re.MULTILINE):
-            count = _count(ours, value)
+            count = _parse_count(ours, value)
             sums[ours] += count
             if ours == "positions" and (place := re.search('position="([0-9]{1,3})"', labels)):
                 by_position[int(place[1])] += count
@@ -137,12 +137,12 @@ def counters_of_page(text: str) -> Counters:
     return Counters(**counts)
 
 
-def _number(value: Any) -> str:
+def _format_json_number(value: Any) -> str:
     """``value`` of JSON as a page would have it; what is no number stays none."""
     return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else f"{value!r} of JSON"
 
 
-def _count(name: str, value: str) -> int:
+def _parse_count(name: str, value: str) -> int:
     """The count that ``value`` says, a number in ASCII."""
     count = float(value) if _NUMBER.fullmatch(value) else math.nan
     if not 0 <= count < _LARGEST or not count.is_integer():
@@ -150,12 +150,12 @@ def _count(name: str, value: str) -> int:
     return int(count)
 
 
-def total(counts: Iterable[int | None]) -> int | None:
+def sum_counts(counts: Iterable[int | None]) -> int | None:
     """Their sum; None where one of them is not known."""
     listed = list(counts)
     return None if None in listed else sum(filter(None, listed))
 
 
-def at(value: Any, key: str) -> Any:
+def get_field(value: Any, key: str) -> Any:
     """What a JSON object has under ``key``; None of another value, too."""
     return value.get(key) if isinstance(value, dict) else None

@@ -67,7 +67,7 @@ class Window(Record):
     failures: list[Failure] = field(default_factory=list)  #: those that were not
 
 
-def answered(windows: Iterable[Window]) -> list[Request]:
+def list_requests(windows: Iterable[Window]) -> list[Request]:
     """The requests of ``windows`` that were answered, in their order."""
     return [request for window in windows for request in window.requests]
 

@@ -9,7 +9,7 @@ from mtp_extract.errors import few, several
 from mtp_extract.report.numbers import DASH, format_mean, format_number, format_rate
 from mtp_extract.report.page import ReportTable
 from mtp_extract.serving.client import Answer
-from mtp_extract.serving.result import Benchmark, Side, Window, answered
+from mtp_extract.serving.result import Benchmark, Side, Window, list_requests
 
 _SPEED_COLUMNS = ("tokens/s", "speedup", "same text", "TTFT ms", "TPOT ms", "all tokens/s")
 _DRAFT_COLUMNS = ("acceptance %", "tokens/round")
@@ -24,22 +24,22 @@ _BEYOND = "counted one token more than the {limit} that were asked for in {}."
 def conclude_benchmark(benchmark: Benchmark) -> None:
     """Write the verdict, the findings and the notes into ``benchmark``."""
     total = benchmark.total
-    speeds = " against ".join(_speed_in_words(side) for side in total.sides.values())
+    speeds = " against ".join(_format_speed(side) for side in total.sides.values())
     speedup = "" if total.speedup.value is None else f", {format_mean(total.speedup)}×"
-    parts = [f"{speeds} tokens/s{speedup}", _drafts_in_words(total.sides["server"])]
+    parts = [f"{speeds} tokens/s{speedup}", _describe_drafts(total.sides["server"])]
     if total.identical is not None:
         parts.append(f"the text is the baseline's in {total.identical} of {several(total.compared or 0, 'answer')}")
 
     benchmark.verdict = f"Measured: {'; '.join(parts)}."
-    benchmark.findings = list(_findings(benchmark))
-    benchmark.notes = list(_notes(benchmark))
+    benchmark.findings = list(_list_findings(benchmark))
+    benchmark.notes = list(_list_notes(benchmark))
 
 
-def _speed_in_words(side: Side) -> str:
+def _format_speed(side: Side) -> str:
     return format_number(side.tokens_per_s.value, ".1f", side.tokens_per_s.ci95)
 
 
-def _drafts_in_words(server: Side) -> str:
+def _describe_drafts(server: Side) -> str:
     if server.accepted is None:
         return "the server does not say how many drafts were accepted"
     if server.drafted is None:
@@ -48,7 +48,7 @@ def _drafts_in_words(server: Side) -> str:
     return f"{server.accepted} of {several(server.drafted, 'draft')} accepted{share}"
 
 
-def _findings(benchmark: Benchmark) -> Iterator[str]:
+def _list_findings(benchmark: Benchmark) -> Iterator[str]:
     server = benchmark.total.sides["server"]
     baseline = benchmark.total.sides.get("baseline")
     if benchmark.ended_early is not None:
@@ -56,30 +56,30 @@ def _findings(benchmark: Benchmark) -> Iterator[str]:
         done = sum(len(window.requests) + len(window.failures) for window in windows)
         yield f"it ended after {several(done, 'prompt')}: {benchmark.ended_early.rstrip('.')}"
     for side, windows in benchmark.windows.items():
-        yield from _failed_requests(side, windows)
+        yield from _describe_failures(side, windows)
     if server.drafted == 0:
         yield "the server drafted nothing: it was started without a drafter, or does not use it"
     if baseline is not None and baseline.drafted:
         yield f"the baseline drafts too ({several(baseline.drafted, 'draft')}): it is none"
-    yield from _parting_texts(benchmark)
+    yield from _describe_text_differences(benchmark)
 
 
-def _failed_requests(side: str, windows: Sequence[Window]) -> Iterator[str]:
+def _describe_failures(side: str, windows: Sequence[Window]) -> Iterator[str]:
     """How many requests to ``side`` failed, if any, and the commonest reasons."""
     failures = Counter(failure.reason.rstrip(".") for window in windows for failure in window.failures)
     if failures:
-        sent = failures.total() + len(answered(windows))
+        sent = failures.total() + len(list_requests(windows))
         reasons = (f"{reason} ({several(count, 'time')})" for reason, count in failures.most_common())
         failed = f"{failures.total()} of {sent} requests to the {side} failed, and are left out"
         yield f"{failed}: {few(reasons, 3, '; ')}"
 
 
-def _parting_texts(benchmark: Benchmark) -> Iterator[str]:
+def _describe_text_differences(benchmark: Benchmark) -> Iterator[str]:
     """Where texts leave the baseline's, and where only their ends differ."""
-    baseline = {request.prompt: request.answer for request in answered(benchmark.windows.get("baseline", ()))}
+    baseline = {request.prompt: request.answer for request in list_requests(benchmark.windows.get("baseline", ()))}
     leaving = list[str]()
     ending = list[str]()
-    for request in sorted(answered(benchmark.windows["server"]), key=lambda request: request.prompt):
+    for request in sorted(list_requests(benchmark.windows["server"]), key=lambda request: request.prompt):
         place = request.leaves_at
         if place is None:
             continue
@@ -87,14 +87,14 @@ def _parting_texts(benchmark: Benchmark) -> Iterator[str]:
         if place < min(len(request.answer.text), len(expected.text)):
             leaving.append(f"{request.prompt + 1} at character {place + 1}")
         else:
-            ending.append(f"{request.prompt + 1} {_end_in_words(request.answer, expected)}")
+            ending.append(f"{request.prompt + 1} {_describe_end(request.answer, expected)}")
     if leaving:
         yield f"the text leaves the baseline's in prompt {few(leaving, 8)}"
     if ending:
         yield f"the text is the baseline's but for its end: prompt {few(ending, 8, '; ')}"
 
 
-def _end_in_words(answer: Answer, baseline: Answer) -> str:
+def _describe_end(answer: Answer, baseline: Answer) -> str:
     """Where the shorter of two texts ends that are the same as far as it goes."""
     is_shorter = len(answer.text) <= len(baseline.text)
     shorter, longer = (answer, baseline) if is_shorter else (baseline, answer)
@@ -104,20 +104,20 @@ def _end_in_words(answer: Answer, baseline: Answer) -> str:
     return f"{which}, at token {shorter.tokens} of {longer.tokens}"
 
 
-def _notes(benchmark: Benchmark) -> Iterator[str]:
+def _list_notes(benchmark: Benchmark) -> Iterator[str]:
     servers = benchmark.servers
     for side, server in servers.items():
         name = f"{server['url']} ({server['kind']})"
         windows = benchmark.windows[side]
-        answers = [request.answer for request in answered(windows)]
-        yield from _counting_notes(name, windows, benchmark.total.sides[side], len(answers))
-        yield from _without_speed(name, answers, benchmark.settings["max_tokens"])
+        answers = [request.answer for request in list_requests(windows)]
+        yield from _list_counting_notes(name, windows, benchmark.total.sides[side], len(answers))
+        yield from _explain_missing_speeds(name, answers, benchmark.settings["max_tokens"])
     models = dict.fromkeys(f"{server['kind']} {server['model']}" for server in servers.values())
     if len(models) > 1:
         yield f"Server and baseline differ in more than the drafter: {' and '.join(models)}."
 
 
-def _counting_notes(name: str, windows: Sequence[Window], side: Side, answers: int) -> Iterator[str]:
+def _list_counting_notes(name: str, windows: Sequence[Window], side: Side, answers: int) -> Iterator[str]:
     """What the server ``name`` does not count of its drafts in so many ``answers``, and what it counts by position."""
     if disturbed := sum(window.disturbed for window in windows):
         yield (
@@ -132,7 +132,7 @@ def _counting_notes(name: str, windows: Sequence[Window], side: Side, answers: i
         yield f"{name}: accepted by position in a round: {', '.join(map(format_rate, rates))} %."
 
 
-def _without_speed(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
+def _explain_missing_speeds(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
     """Why answers have no speed, or another one than their tokens would say."""
     thoughts = "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
     if any(answer.unstreamed and answer.first_tokens is None for answer in answers):
@@ -158,12 +158,12 @@ def benchmark_table(benchmark: Benchmark) -> ReportTable:
         same_text = DASH if figures.identical is None else f"{figures.identical}/{figures.compared}"
         for side_name, side in figures.sides.items():
             compared = (format_mean(figures.speedup), same_text) if side_name == "server" else ("", "")
-            latencies = (_latency_in_words(side.ttft_ms), _latency_in_words(side.tpot_ms))
+            latencies = (_format_latency(side.ttft_ms), _format_latency(side.tpot_ms))
             drafts = (format_rate(side.acceptance), format_mean(side.tokens_per_round))
             throughput = format_number(side.output_throughput, ".1f")
-            rows.append((name, side_name, _speed_in_words(side), *compared, *latencies, throughput, *drafts))
+            rows.append((name, side_name, _format_speed(side), *compared, *latencies, throughput, *drafts))
     return ReportTable("Speed and drafts", ("workload", "side", *_SPEED_COLUMNS, *_DRAFT_COLUMNS), rows)
 
 
-def _latency_in_words(milliseconds: Mapping[str, float] | None) -> str:
+def _format_latency(milliseconds: Mapping[str, float] | None) -> str:
     return f"{milliseconds['mean']:.1f}, {milliseconds['p99']:.1f}" if milliseconds else DASH

@@ -25,7 +25,14 @@ from mtp_extract.serving.client import Server
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.text import PromptTokens, Writer, agreement, connect_writer, people_texts, stable_hash
+from mtp_extract.tuning.text import (
+    PromptTokens,
+    Writer,
+    compare_with_base,
+    compute_stable_hash,
+    connect_writer,
+    encode_human_texts,
+)
 
 TRAINED = "trained"
 WATCHED = "watched"  # measured during training, to keep the best weights
@@ -53,7 +60,7 @@ class Corpus:
     kinds: tuple[tuple[Text, ...], ...]
     watched: tuple[Text, ...]  # to be measured on the way
     held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with the prompt or text by people
-    own: int  # so many of the held-out texts, the first ones, are of the workloads that are trained on
+    own_count: int  # so many of the held-out texts, the first ones, are of the workloads that are trained on
     text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
 
     @property
@@ -63,9 +70,9 @@ class Corpus:
     @cached_property
     def sequences(self) -> frozenset[int]:
         """Of every sequence of tokens that training has seen, its number."""
-        return frozenset(chain.from_iterable(_sequences(text.tokens) for text in self.trained))
+        return frozenset(chain.from_iterable(_hash_sequences(text.tokens) for text in self.trained))
 
-    def balanced(self, watched: Acceptance) -> float:
+    def compute_score(self, watched: Acceptance) -> float:
         """What the best is chosen by, of a drafter measured on the watched texts.
 
         Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
@@ -85,12 +92,12 @@ def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Contain
     up to the seventh.
     """
     ends = measured.anchor + min(measured.stands.shape[1], _SEEN_LENGTH - 1)
-    sequences = {index: _sequences(texts[index].tokens) for index in set(measured.text.tolist())}
+    sequences = {index: _hash_sequences(texts[index].tokens) for index in set(measured.text.tolist())}
     anchors = zip(measured.text.tolist(), ends.tolist(), strict=True)
     return torch.tensor([sequences[index][end] in trained for index, end in anchors], dtype=torch.bool)
 
 
-def _sequences(tokens: Sequence[int]) -> list[int]:
+def _hash_sequences(tokens: Sequence[int]) -> list[int]:
     """A number for the 8 tokens that end with each: equal for equal ones, and else by a chance of 2^-60."""
     padded = (*[-2] * (_SEEN_LENGTH - 1), *tokens)
     return [hash(padded[start : start + _SEEN_LENGTH]) for start in range(len(tokens))]
@@ -109,19 +116,21 @@ def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
         text_from = None
         if server or plan.text:
             # How far the base at hand would have written the same.
-            greedy = replace(writer, temperature=0.0).texts(prompts, reporter) if plan.temperature else texts[TRAINED]
-            text_from = agreement(pair.base, greedy, server)
+            greedy = (
+                replace(writer, temperature=0.0).write_texts(prompts, reporter) if plan.temperature else texts[TRAINED]
+            )
+            text_from = compare_with_base(pair.base, greedy, server)
 
         kinds = [_require_enough(TRAINED, texts, plan.draft_steps)]
         if not plan.text:
-            kinds += _further_kinds(writer, prompts, reporter)
+            kinds += _write_further_kinds(writer, prompts, reporter)
 
     # Of texts that are alike the first one's prompt counts.
     item_of = {text: item for _, item, text in reversed(written)}
-    return _split(kinds, texts, item_of, plan.draft_steps, text_from)
+    return _build_corpus(kinds, texts, item_of, plan.draft_steps, text_from)
 
 
-def _split(
+def _build_corpus(
     kinds: Sequence[list[Text]],
     texts: Mapping[str, Sequence[Text]],
     item_of: Mapping[Text, Prompt],
@@ -132,7 +141,7 @@ def _split(
     learned = list(chain.from_iterable(kinds))
     watched = _require_enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
     held_out = _require_enough(HELD_OUT, texts, steps, [*learned, *watched])
-    shipped = new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
+    shipped = filter_new_texts(texts[SHIPPED], steps, [*learned, *watched, *held_out])
     measured = tuple((item_of[text], text) for text in (*held_out, *shipped))
     return Corpus(tuple(tuple(kind) for kind in kinds if kind), tuple(watched), measured, len(held_out), text_from)
 
@@ -150,8 +159,8 @@ def _write_sides(
     writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
 
     by_people = [(side, item) for side, item in items if side != SHIPPED and plan.text]
-    texts = [(side, item, text) for side, item in by_people for text in people_texts(item, writer)]
-    continued = writer.texts(prompts, reporter)
+    texts = [(side, item, text) for side, item in by_people for text in encode_human_texts(item, writer)]
+    continued = writer.write_texts(prompts, reporter)
     return writer, [*texts, *((side, item, text) for (side, item), text in zip(asked, continued, strict=True))]
 
 
@@ -163,13 +172,13 @@ def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
     sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
     short = [side for side, prompts in sides.items() if len({item.key for item in prompts}) < _LEAST[side]]
     if short:
-        raise _too_few(items, " and ".join(f"{_LEAST[side]} to be {side}" for side in short))
+        raise _build_shortage_error(items, " and ".join(f"{_LEAST[side]} to be {side}" for side in short))
     # Of another name, as a user's own workload may be called "code" too.
     shipped = shipped_prompts(FEW) if file else ()
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
 
-def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
+def _build_shortage_error(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
     prompts = len({item.key for item in items})
     sources = len({item.source for item in items})
     advice = "Give some hundred"
@@ -185,33 +194,33 @@ def _too_few(items: Sequence[Prompt], wanted: str) -> MtpExtractError:
     )
 
 
-def _further_kinds(writer: Writer, prompts: Sequence[PromptTokens], reporter: Reporter) -> Iterator[list[Text]]:
+def _write_further_kinds(writer: Writer, prompts: Sequence[PromptTokens], reporter: Reporter) -> Iterator[list[Text]]:
     """What is learned besides the text as ``writer`` has it: text at the other temperature, and text within that.
 
     Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
     text that was drawn it has more.
     """
     plan = writer.pair.plan
-    drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).texts(prompts, reporter)
+    drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).write_texts(prompts, reporter)
     # What stands in a prompt is as good to learn from as what the base drew.
-    yield new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
+    yield filter_new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
     if writer.temperature or writer.server is not None:
         return
     short = replace(writer, new_tokens=max(2, writer.new_tokens // 2))
-    branches = [branch for text in drawn for branch in _branches(text, short)]
-    yield new_texts(short.texts(branches, reporter, "positions within these"), plan.draft_steps)
+    branches = [branch for text in drawn for branch in _choose_branches(text, short)]
+    yield filter_new_texts(short.write_texts(branches, reporter, "positions within these"), plan.draft_steps)
 
 
-def _branches(text: Text, writer: Writer) -> list[PromptTokens]:
+def _choose_branches(text: Text, writer: Writer) -> list[PromptTokens]:
     """Beginnings of ``text`` that ``writer`` has room to continue, at random positions."""
     room = writer.pair.base.config.max_position_embeddings - writer.new_tokens
     ends = range(text.prompt_length, min(len(text.tokens), room + 1))
-    generator = torch.Generator().manual_seed(stable_hash([writer.pair.plan.seed, *text.tokens]))
+    generator = torch.Generator().manual_seed(compute_stable_hash([writer.pair.plan.seed, *text.tokens]))
     chosen = torch.randperm(len(ends), generator=generator)[:_BRANCHES].sort().values.tolist()
     return [text.tokens[: ends[index]] for index in chosen]
 
 
-def new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -> list[Text]:
+def filter_new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -> list[Text]:
     """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``earlier``, nor one before them."""
     candidates = [*earlier, *(text for text in texts if len(text.anchors) >= steps)]
     repeated = find_repeats([text.tokens for text in candidates])
@@ -221,7 +230,7 @@ def new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -
 def _require_enough(
     side: str, texts: Mapping[str, Sequence[Text]], steps: int, earlier: Sequence[Text] = ()
 ) -> list[Text]:
-    fresh = new_texts(texts[side], steps, earlier)
+    fresh = filter_new_texts(texts[side], steps, earlier)
     if len(fresh) < _LEAST[side]:
         raise MtpExtractError(
             f"expected at least {_LEAST[side]} texts of more than {steps} tokens to be {side}, found {len(fresh)}: the "

@@ -31,7 +31,7 @@ _LEAST_DEEP = 9  # layers of a base of which engines' default, 2, n // 2 and n â
 _MEASURED = 32  # texts over which the size of states is measured
 
 
-def base_layers(count: int) -> tuple[int, ...]:
+def choose_base_layers(count: int) -> tuple[int, ...]:
     """Which of a base's ``count`` layers are read: the engines' default where that is three, else a third apart.
 
     The last state is what enters the last layer: llama.cpp hands out none after it.
@@ -41,7 +41,7 @@ def base_layers(count: int) -> tuple[int, ...]:
     return tuple(max(1, (count - 1) * part // FUSED) for part in range(1, FUSED + 1))
 
 
-def head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
+def build_head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
     """As wide as the base ``name`` of this text config, with the heads of its first layer and its feed-forward block.
 
     States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
@@ -59,7 +59,7 @@ def head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Con
         num_heads=heads,
         num_kv_heads=math.gcd(int(first.num_key_value_heads), heads),
         head_dim=int(first.head_dim),
-        base_layers=base_layers(len(text.layer_types)),
+        base_layers=choose_base_layers(len(text.layer_types)),
         rope_theta=_ROPE_THETA,
         rms_norm_eps=float(text.rms_norm_eps),
         norm_before_fc=True,
@@ -68,7 +68,7 @@ def head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Con
     )
 
 
-def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
+def choose_draft_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
     """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
 
     Those that are ``always`` among them, however rare, end a text.
@@ -79,7 +79,7 @@ def frequent_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: 
 
 
 @torch.no_grad()
-def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> list[float]:
+def measure_state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> list[float]:
     """Of each layer, the root mean square of the states that enter it, over some of ``texts``.
 
     In Gemma 4 it differs 100-fold between layers. The geometric mean over tokens is taken, since a first token's state
@@ -93,24 +93,24 @@ def state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> lis
     return list(torch.cat(logarithms, dim=1).mean(dim=1).exp().tolist())
 
 
-def new_head(pair: Pair, texts: Sequence[Text]) -> None:
-    """Write an untrained head (:func:`head_of`) into the folder of the work, and put it beside the pair's base."""
+def add_untrained_head(pair: Pair, texts: Sequence[Text]) -> None:
+    """Write an untrained head into the work folder, and load it as the pair's drafter."""
     plan = pair.plan
     directory = plan.kept_in / "untrained-eagle3-head"
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
-        head = head_of(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
+        head = build_untrained_head(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
         files = format_named(EAGLE3).plan(head, head.dtype).files
         # What an earlier training left there is replaced.
         with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
             for file in files:
                 write_file(stage, file)
     pair.accelerator.wait_for_everyone()
-    pair.take(ReadDirectory.of(directory))
+    pair.load_origin(ReadDirectory.of(directory))
 
 
 @torch.no_grad()
-def head_of(
+def build_untrained_head(
     base: Base, texts: Sequence[Text], draft_vocab_size: int, name: str | None, dtype: str, seed: int
 ) -> Checkpoint:
     """A head of random weights for ``base``, its LM head and final norm the base's; its norm makes states alike.
@@ -121,9 +121,9 @@ def head_of(
         name: of the base, whose embeddings the head shares.
         dtype: of the base's weights.
     """
-    config = head_config(base.config, draft_vocab_size, name)
-    rows = np.array(frequent_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
-    sizes = state_sizes(base, config.base_layers, texts)
+    config = build_head_config(base.config, draft_vocab_size, name)
+    rows = np.array(choose_draft_tokens(texts, config.draft_vocab_size, config.vocab_size, base.stop_token_ids))
+    sizes = measure_state_sizes(base, config.base_layers, texts)
     mean_size = math.sqrt(sum(size * size for size in sizes) / len(sizes))
     from_base = {
         "input_norm": torch.tensor([mean_size / size for size in sizes]).repeat_interleave(config.backbone_hidden_size),

@@ -60,7 +60,7 @@ class Latents(nn.Module):
         self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
         self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
         origins: dict[object, str] = {}
-        for role in _trained_roles(checkpoint, mode, idle):
+        for role in _list_trained_roles(checkpoint, mode, idle):
             weight = checkpoint.tensors[role.name]
             # Roles that are one stored constant have one latent.
             key = origins.setdefault(weight.origin or role.name, role.name.replace(".", "/"))
@@ -78,7 +78,7 @@ class Latents(nn.Module):
             self._grids[key] = Grid(weight, device)
         self.values[key] = nn.Parameter(latent)
 
-    def groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
+    def list_param_groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
         """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
         matrices = [value for key, value in self.values.items() if key not in self._starts]
         others = [value for key, value in self.values.items() if key in self._starts]
@@ -87,15 +87,15 @@ class Latents(nn.Module):
         return [{"params": params, "lr": lr} for params, lr in ((matrices, rate), (others, norms)) if params]
 
     @property
-    def numbers(self) -> int:
+    def parameter_count(self) -> int:
         return sum(value.numel() for value in self.values.values())
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
-        weights = {key: self._weight(key, latent).to(dtype) for key, latent in self.values.items()}
+        weights = {key: self._compute_weight(key, latent).to(dtype) for key, latent in self.values.items()}
         return {role.path: weight for key, weight in weights.items() for role in self._roles[key]}
 
-    def _weight(self, key: str, latent: Tensor) -> Tensor:
+    def _compute_weight(self, key: str, latent: Tensor) -> Tensor:
         """F32, the weight that ``latent`` stands for."""
         if key in self._starts:
             start, size = self._starts[key]
@@ -105,16 +105,16 @@ class Latents(nn.Module):
         return latent
 
     @torch.no_grad()
-    def results(self) -> dict[str, Tensor]:
+    def copy_results(self) -> dict[str, Tensor]:
         """By name of latent, a copy: codes, int8 or uint8, where it is on a grid, else the latent itself."""
         floats = {
             key: latent.detach().to("cpu", copy=True) for key, latent in self.values.items() if key not in self._grids
         }
-        codes = {key: grid.codes(self.values[key]).to("cpu", grid.dtype) for key, grid in self._grids.items()}
+        codes = {key: grid.quantize(self.values[key]).to("cpu", grid.dtype) for key, grid in self._grids.items()}
         return floats | codes
 
     @torch.no_grad()
-    def tuned(self, results: Mapping[str, Tensor]) -> Checkpoint:
+    def build_checkpoint(self, results: Mapping[str, Tensor]) -> Checkpoint:
         """The checkpoint with the ``results`` in it; floats that did not change stay what they were."""
         tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
         for key, result in results.items():
@@ -122,13 +122,13 @@ class Latents(nn.Module):
             if grid := self._grids.get(key):
                 new: Weight = of_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
             else:
-                numbers = self._weight(key, result.to(self.values[key].device)).cpu().numpy()
+                numbers = self._compute_weight(key, result.to(self.values[key].device)).cpu().numpy()
                 new = old if np.array_equal(numbers, old.array()) else of_array(numbers)
             tensors.update({role.name: new for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequence[str]) -> Iterator[Role]:
+def _list_trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequence[str]) -> Iterator[Role]:
     kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
     # Choosing the clusters of an ordered head passes no gradient. What the first norm of an EAGLE-3 head would learn,
     # fc learns, whatever the sizes of states.
@@ -157,14 +157,14 @@ class Grid:
         self.size = torch.from_numpy(np.array(steps.size)).to(device)[..., None]  # F32 [rows, blocks, 1]
         self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)[..., None]
 
-    def codes(self, values: Tensor) -> Tensor:
+    def quantize(self, values: Tensor) -> Tensor:
         """F32, the nearest codes of ``values``, in their shape."""
         blocks = values.view(len(values), -1, self.steps.block)
         # Where the step is 0, every code stands for 0. In place: of the matrix of the LM head, a copy is 268 MB.
         codes = (blocks * self.steps.factor).div_(torch.where(self.size == 0, 1, self.size))
         return codes.round_().add_(self.zero_point).clamp_(self.low, self.high).view(values.shape)
 
-    def floats(self, codes: Tensor) -> Tensor:
+    def dequantize(self, codes: Tensor) -> Tensor:
         """As :meth:`mtp_extract.checkpoint.weight.Steps.floats`, to the bit."""
         blocks = codes.view(len(codes), -1, self.steps.block)
         floats = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
@@ -174,7 +174,7 @@ class Grid:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, value: Tensor, grid: Grid) -> Tensor:
-        return grid.floats(grid.codes(value))
+        return grid.dequantize(grid.quantize(value))
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:

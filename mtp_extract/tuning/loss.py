@@ -30,7 +30,7 @@ def choose_objective(name: str, temperature: float) -> Mapping[str, float]:
     return {"tv": 0.7, "ce": 0.3} if name == "mixed" and temperature else OBJECTIVES[name]
 
 
-def cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
+def compute_cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
     """−log q(c) and whether c is the argmax, F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q less 1
     at c. ``choices`` c, int64 [rows], are the base's."""
     row = torch.arange(len(logits), device=logits.device)
@@ -44,7 +44,7 @@ def cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Ten
     return total.squeeze(-1).log() - chosen, hits
 
 
-def divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+def compute_divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     """Σ p·(log p − log q) and Σ min(p, q), F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q − p.
     ``log_p`` F32 [rows, V] are the base's log probabilities, and overwritten."""
     logits -= logits.logsumexp(-1, keepdim=True)
@@ -55,9 +55,9 @@ def divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     return loss, overlap
 
 
-def variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+def compute_variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     """1 − Σ min(p, q) and Σ min(p, q), F32 [rows] each; ``logits`` become the derivative, q·(g − Σ q·g), with
-    g = ½ sign(q − p). Arguments are those of :func:`divergence_gradient`.
+    g = ½ sign(q − p). Arguments are those of :func:`compute_divergence_gradient`.
     """
     logits -= logits.logsumexp(-1, keepdim=True)
     q, p = logits.exp_(), log_p.exp_()
@@ -68,13 +68,13 @@ def variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - overlap, overlap
 
 
-def argmax_tokens(logits: Callable[[Tensor], Tensor], states: Tensor, vocab_size: int) -> Tensor:
+def find_argmax_tokens(logits: Callable[[Tensor], Tensor], states: Tensor, vocab_size: int) -> Tensor:
     """int64 [N]: the argmax of the ``logits`` of each of ``states`` [N, width], computed piece by piece."""
     pieces = torch.split(states, max(1, LOGITS_AT_ONCE // vocab_size))
     return torch.cat([logits(piece).argmax(-1) for piece in pieces])
 
 
-_GRADIENTS = {"ce": cross_entropy_gradient, "kl": divergence_gradient, "tv": variation_gradient}
+_GRADIENTS = {"ce": compute_cross_entropy_gradient, "kl": compute_divergence_gradient, "tv": compute_variation_gradient}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TrainingRows:
     cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
-    def weights(self, piece: Tensor, loss: str, share: float) -> Tensor:
+    def compute_weights(self, piece: Tensor, loss: str, share: float) -> Tensor:
         """F32 [n]: what each of the rows ``piece`` counts in ``loss``, which has this ``share`` of all."""
         weights = share * torch.full((len(piece),), self.weight, device=self.choosing.device)
         return weights * self.choosing[piece] if loss == "ce" else weights
@@ -114,7 +114,7 @@ def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[
     of_states = torch.zeros_like(states)
     of_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
     for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, LOGITS_AT_ONCE // len(head))):
-        gradient, part, agreement[piece] = _of_logits(rows, piece, states[piece], head)
+        gradient, part, agreement[piece] = _compute_logits_gradient(rows, piece, states[piece], head)
         loss += part
         of_states[piece] = gradient.to(head.dtype) @ head
         if of_head is not None:
@@ -124,14 +124,16 @@ def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[
     return loss, agreement, [of_states] if of_head is None else [of_states, of_head.to(head.dtype)]
 
 
-def _of_logits(rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_logits_gradient(
+    rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
     their loss [], and how well each agrees [n].
     """
     log_p = None
     if rows.objective.keys() != {"ce"}:
         # Before the drafter's logits are there: making the base's takes several times their memory.
-        log_p = _base_log_probabilities(rows, rows.where[piece])
+        log_p = _compute_base_log_probabilities(rows, rows.where[piece])
     logits = (states @ head.T).float()
     tanh = None
     if rows.cap is not None:
@@ -139,17 +141,17 @@ def _of_logits(rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor) 
         logits = tanh * rows.cap
     logits.div_(rows.temperature)
 
-    gradient, loss, agreement = _of_objective(rows, piece, logits, log_p)
+    gradient, loss, agreement = _compute_objective_gradient(rows, piece, logits, log_p)
     if tanh is not None:
         # The derivative of c · tanh(x / c) is 1 - tanh².
         gradient.mul_(tanh.square_().neg_().add_(1))
     return gradient, loss, agreement
 
 
-def _of_objective(
+def _compute_objective_gradient(
     rows: TrainingRows, piece: Tensor, logits: Tensor, log_p: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`_of_logits`, by ``logits`` after cap and temperature; the agreement is the first loss's."""
+    """The same for ``logits`` after cap and temperature; the agreement is that of the objective's first loss."""
     loss = torch.zeros((), device=logits.device)
     gradients: list[Tensor] = []
     agreements: list[Tensor] = []
@@ -158,7 +160,7 @@ def _of_objective(
         gradient = logits.clone() if number < len(rows.objective) - 1 else logits
         aim = rows.choices[rows.where[piece]] if log_p is None or name == "ce" else log_p
         losses, agreement = _GRADIENTS[name](gradient, aim)
-        weights = rows.weights(piece, name, share)
+        weights = rows.compute_weights(piece, name, share)
         loss += losses @ weights
         gradient *= (weights / rows.temperature)[:, None]
         gradients.append(gradient)
@@ -166,7 +168,7 @@ def _of_objective(
     return reduce(Tensor.add_, gradients), loss, agreements[0]
 
 
-def _base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:
+def _compute_base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:
     """F32 [n, V], the base's at positions ``where`` [n], which are in order; each position's are made once."""
     positions, row_of = torch.unique_consecutive(where, return_inverse=True)
     log_p = torch.log_softmax(rows.logits(positions).to(where.device).float().div_(rows.temperature), dim=-1)

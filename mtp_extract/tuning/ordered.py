@@ -32,13 +32,13 @@ from mtp_extract.evaluation.agreement import estimate_share
 from mtp_extract.evaluation.base_texts import groups
 from mtp_extract.progress import Reporter
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, new_texts, split_of
-from mtp_extract.tuning.loss import argmax_tokens
-from mtp_extract.tuning.pair import Pair, as_written
-from mtp_extract.tuning.rounds import Batch, Rounds, counted_drafts, draw_batch
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, filter_new_texts, split_of
+from mtp_extract.tuning.loss import find_argmax_tokens
+from mtp_extract.tuning.pair import Pair, round_like
+from mtp_extract.tuning.rounds import Batch, Rounds, draw_batch, mark_counted_drafts
 from mtp_extract.tuning.text import Writer
-from mtp_extract.tuning.train import EVALUATIONS, cosine_decay
-from mtp_extract.tuning.verdict import Comparisons, describe_change, units_of
+from mtp_extract.tuning.train import EVALUATIONS, compute_cosine_decay
+from mtp_extract.tuning.verdict import Comparisons, describe_change, number_units
 
 RANDOM_PROMPTS = 320
 _LEAST_KEPT = 0.995  # of the dense head's choices, on text of each kind
@@ -61,27 +61,27 @@ class HeadSample(NamedTuple):
     text: Tensor  # int64 [N], index of the text
 
 
-class OrderedHead(NamedTuple):
+class LearnedHead(NamedTuple):
     """Clusters of tokens, and what tells in which to look."""
 
     ordering: Tensor  # int64 [V], the tokens cluster by cluster
     centroids: Tensor  # F32 [C, width]
     best_step: int  # of learning them
 
-    def ranks(self, sample: HeadSample) -> Tensor:
+    def rank_choices(self, sample: HeadSample) -> Tensor:
         """int64 [N]: how many clusters come before the one that has the dense head's choice."""
-        cluster = cluster_of(self.ordering, len(self.centroids))
-        return ranks(sample.states, self.centroids, cluster[sample.choices])
+        cluster = find_token_clusters(self.ordering, len(self.centroids))
+        return rank_clusters(sample.states, self.centroids, cluster[sample.choices])
 
 
 def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
     """The pair's checkpoint with an ordered head in place of ``drafter``'s dense one; how it was made, for the record.
     MtpExtractError where there is too little text of a kind.
     """
-    dense_checkpoint = without_ordered_head(pair.origin.checkpoint)
+    dense_checkpoint = remove_ordered_head(pair.origin.checkpoint)
     vocabulary = dense_checkpoint.config.vocab_size
-    count = clusters_of(vocabulary)
-    random_by_side = random_texts(pair, reporter)
+    count = choose_cluster_count(vocabulary)
+    random_by_side = write_random_texts(pair, reporter)
     taught, watched = _collect_kinds(pair, drafter, corpus, random_by_side, count)
 
     states = sum(len(sample.states) for sample in taught)
@@ -89,9 +89,9 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
     head = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
     # What is measured is what is written: centroids may be rounded.
-    written = as_written(pair.origin, with_ordered_head(dense_checkpoint, head.ordering, head.centroids, 1))
+    written = round_like(pair.origin, add_ordered_head(dense_checkpoint, head.ordering, head.centroids, 1))
     head_as_written = head._replace(centroids=torch.from_numpy(written.tensors[CENTROIDS].array().copy()))
-    top_k = least_top_k([head_as_written.ranks(sample) for sample in watched], vocabulary, count)
+    top_k = choose_top_k([head_as_written.rank_choices(sample) for sample in watched], vocabulary, count)
     tokens_a_cluster = vocabulary // count
     about: dict[str, Any] = {
         "centroids": count,
@@ -101,32 +101,32 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
         "states": states,
         "rows_read": count + top_k * tokens_a_cluster,
         "rows_dense": vocabulary,
-        "kinds": _shares_kept(pair, drafter, head_as_written, top_k, corpus, random_by_side[HELD_OUT]),
+        "kinds": _measure_shares_kept(pair, drafter, head_as_written, top_k, corpus, random_by_side[HELD_OUT]),
     }
-    return with_ordered_head(dense_checkpoint, head.ordering, head.centroids, top_k), about
+    return add_ordered_head(dense_checkpoint, head.ordering, head.centroids, top_k), about
 
 
-def _shares_kept(
-    pair: Pair, drafter: Network, head: OrderedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
+def _measure_shares_kept(
+    pair: Pair, drafter: Network, head: LearnedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
 ) -> dict[str, Any]:
     """What share of the dense head's choices is in the first ``top_k`` clusters, by kind of held-out text."""
     texts = [text for _, text in corpus.held_out]
-    units = units_of(corpus)
+    units = number_units(corpus)
     kinds = {
-        "as trained on": (texts[: corpus.own], units[: corpus.own]),
-        "shipped prompts": (texts[corpus.own :], units[corpus.own :]),
+        "as trained on": (texts[: corpus.own_count], units[: corpus.own_count]),
+        "shipped prompts": (texts[corpus.own_count :], units[corpus.own_count :]),
         "random tokens": (random_tokens, torch.arange(len(random_tokens))),
     }
     shares = {}
     for name, (texts_of_kind, unit_of_text) in kinds.items():
         if texts_of_kind:
-            sample = collect(pair, drafter, texts_of_kind, _most_states(len(head.centroids)))
-            share = estimate_share(unit_of_text[sample.text], head.ranks(sample) < top_k)
+            sample = collect_states(pair, drafter, texts_of_kind, _count_wanted_states(len(head.centroids)))
+            share = estimate_share(unit_of_text[sample.text], head.rank_choices(sample) < top_k)
             shares[name] = {"share": share.value, "interval": share.ci95}
     return shares
 
 
-def _most_states(count: int) -> int:
+def _count_wanted_states(count: int) -> int:
     """States that ``count`` centroids are learned from, or chosen and measured by."""
     return max(_LEAST_STATES, _STATES_A_CENTROID * count)
 
@@ -135,64 +135,64 @@ def _collect_kinds(
     pair: Pair, drafter: Network, corpus: Corpus, random_by_side: Mapping[str, Sequence[Text]], count: int
 ) -> tuple[list[HeadSample], list[HeadSample]]:
     """States to learn from and states to choose by, each over the base's text and over what follows random tokens."""
-    most = _most_states(count)
+    most = _count_wanted_states(count)
     conventions = (LITERT, TRANSFORMERS)
     pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
     taught = [
-        collect(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most), conventions),
-        collect(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most), conventions),
+        collect_states(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most), conventions),
+        collect_states(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most), conventions),
     ]
-    watched = [collect(pair, drafter, texts, most) for texts in (corpus.watched, random_by_side[WATCHED])]
+    watched = [collect_states(pair, drafter, texts, most) for texts in (corpus.watched, random_by_side[WATCHED])]
     return taught, watched
 
 
-def with_zero_head(checkpoint: Checkpoint) -> Checkpoint:
+def add_zero_head(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an ordered head of zeros: what holds it can hold one that was made."""
-    before = without_ordered_head(checkpoint)
+    before = remove_ordered_head(checkpoint)
     vocabulary = before.config.vocab_size
-    centroids = torch.zeros(clusters_of(vocabulary), before.config.hidden_size)
-    return with_ordered_head(before, torch.arange(vocabulary), centroids, 1)
+    centroids = torch.zeros(choose_cluster_count(vocabulary), before.config.hidden_size)
+    return add_ordered_head(before, torch.arange(vocabulary), centroids, 1)
 
 
-def clusters_of(vocabulary: int) -> int:
+def choose_cluster_count(vocabulary: int) -> int:
     """How many clusters of equal size: of about 128 tokens, as official drafters have them, or 16 of few tokens."""
     wanted = vocabulary // (128 if vocabulary >= 1 << 14 else 16)
     fits = (number for number in range(1, vocabulary + 1) if vocabulary % number == 0)
     return min(fits, key=lambda fit: abs(fit - wanted))
 
 
-def without_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
+def remove_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
     tensors = {role: tensor for role, tensor in checkpoint.tensors.items() if role not in HEAD_ROLES}
     return replace(checkpoint, config=replace(checkpoint.mtp, ordered_head=None), tensors=MappingProxyType(tensors))
 
 
-def with_ordered_head(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
+def add_ordered_head(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
     """``checkpoint`` with an ordered head: tokens cluster by cluster int64 [V], and centroids F32 [C, width]."""
     head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_array(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
     return replace(checkpoint, config=config, tensors=MappingProxyType({**checkpoint.tensors, **head}))
 
 
-def cluster_of(ordering: Tensor, count: int) -> Tensor:
+def find_token_clusters(ordering: Tensor, count: int) -> Tensor:
     """int64 [V], the cluster of every token, of an ``ordering`` [V] that lists ``count`` clusters one by one."""
     return torch.argsort(ordering) // (len(ordering) // count)
 
 
-def random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
+def write_random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
     """By side, what the base writes after random tokens, none of them special."""
     plan = pair.plan
-    prompts = _random_prompts(pair.loaded.tokenizer, pair.base.vocab_size, plan.seed)
+    prompts = _draw_random_prompts(pair.loaded.tokenizer, pair.base.vocab_size, plan.seed)
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
-    written = writer.texts(prompts, reporter, "random prompts")
+    written = writer.write_texts(prompts, reporter, "random prompts")
     by_side: dict[str, list[Text]] = {}
     for side in (TRAINED, WATCHED, HELD_OUT):
         texts = [text for text in written if split_of(str(list(text.prompt))) == side]
         # After random tokens a base soon writes the same loops: one that was learned shows nothing.
-        by_side[side] = new_texts(texts, plan.draft_steps, list(chain(*by_side.values())))
+        by_side[side] = filter_new_texts(texts, plan.draft_steps, list(chain(*by_side.values())))
     return by_side
 
 
-def _random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
+def _draw_random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
     """Prompts of random tokens that are not special, after BOS where there is one."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     usual = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
@@ -206,7 +206,7 @@ def _random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[in
 
 
 @torch.no_grad()
-def collect(
+def collect_states(
     pair: Pair, drafter: Network, texts: Sequence[Text], most: int, conventions: Sequence[Convention] = (LITERT,)
 ) -> HeadSample:
     """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there;
@@ -216,49 +216,49 @@ def collect(
     parts: list[HeadSample] = []
     for group in groups([len(text.tokens) for text in texts], plan.batch):
         batch = draw_batch(pair, drafter, [texts[index] for index in group], anchors)
-        parts += _states_of_batch(pair, drafter, batch, torch.tensor(group), conventions)
+        parts += _collect_batch_states(pair, drafter, batch, torch.tensor(group), conventions)
     if not any(len(part.states) for part in parts):
         message = "expected text that the base would write, found none of which a draft counts. Give other text."
         raise MtpExtractError(message, remedies=("text", "prompts"))
     return HeadSample(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
 
 
-def _states_of_batch(
+def _collect_batch_states(
     pair: Pair, drafter: Network, batch: Batch, texts: Tensor, conventions: Sequence[Convention]
 ) -> Iterator[HeadSample]:
     """The states of a batch that count, by each of ``conventions``; ``texts`` int64 [B] are its texts' numbers."""
     plan = pair.plan
     head = drafter.lm_head
-    counts = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    counts = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
     text = texts[None, :, None].expand(counts.shape)[counts.cpu()]
     for convention in conventions:
         states = Rounds(drafter, plan.draft_steps)(batch, pair.base.embed, convention)[counts]
-        choices = argmax_tokens(head, states, len(head.weight))
+        choices = find_argmax_tokens(head, states, len(head.weight))
         yield HeadSample(states.cpu(), choices.cpu(), text)
 
 
 def build_head(
     head: Tensor, taught: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
-) -> OrderedHead:
+) -> LearnedHead:
     """A head of ``count`` clusters.
 
     Args:
         head: F32 [V, width], the dense head; overwritten.
         taught, watched: states to learn from, equal parts of every batch, and to choose by; by kind of text.
     """
-    vectors = _token_vectors(head, taught)
-    ordering = balanced_clusters(vectors, torch.arange(len(vectors)), count)
+    vectors = _compute_token_vectors(head, taught)
+    ordering = split_into_clusters(vectors, torch.arange(len(vectors)), count)
     means = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1)
 
     # Centroids are learned from the cluster of each choice.
-    cluster = cluster_of(ordering, count)
+    cluster = find_token_clusters(ordering, count)
     taught = [sample._replace(choices=cluster[sample.choices]) for sample in taught]
     watched = [sample._replace(choices=cluster[sample.choices]) for sample in watched]
     centroids, best_step = learn_centroids(taught, watched, means, steps=steps, seed=seed)
-    return OrderedHead(ordering, centroids, best_step)
+    return LearnedHead(ordering, centroids, best_step)
 
 
-def _token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
+def _compute_token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
     """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its row of ``head``.
 
     Rows are scaled to the mean length of states, and count as :data:`_ROW_WEIGHT` of them; ``head`` is overwritten.
@@ -275,7 +275,7 @@ def _token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
     return head.div_(counts[:, None])
 
 
-def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
+def split_into_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
     """int64 [N]: ``members`` [N], rows of ``vectors`` F32 [V, width], in ``count`` clusters of one size, one by one.
 
     They are cut in two along the axis of greatest spread, and again; ``count`` divides N.
@@ -295,12 +295,12 @@ def balanced_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
     members = members[torch.argsort(points @ normalize(axis, dim=0, eps=least), stable=True)]
     half = count // 2
     cut = len(members) // count * half
-    lower = balanced_clusters(vectors, members[:cut], half)
-    upper = balanced_clusters(vectors, members[cut:], count - half)
+    lower = split_into_clusters(vectors, members[:cut], half)
+    upper = split_into_clusters(vectors, members[cut:], count - half)
     return torch.cat((lower, upper))
 
 
-def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
+def rank_clusters(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
     """int64 [N]: how many of ``centroids`` [C, width] score higher on each state than that of ``cluster`` int64 [N]."""
     rows_at_once = max(1, _SCORES_AT_ONCE // len(centroids))
     parts = [cluster[:0]]
@@ -310,18 +310,19 @@ def ranks(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def clusters_needed(kinds: Sequence[Tensor]) -> int:
+def count_clusters_needed(kinds: Sequence[Tensor]) -> int:
     """How many clusters keep enough of the choices on every kind of text, by the ranks of the right ones."""
     return max(int(rank.sort().values[math.ceil(_ENOUGH * len(rank)) - 1]) + 1 for rank in kinds)
 
 
-def least_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
-    """How many clusters are looked into, of ranks by kind of text: a power of two of at least :func:`clusters_needed`,
-    or as many as are worth it.
+def choose_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
+    """Return how many clusters to look into: the next power of two from :func:`count_clusters_needed`.
+
+    ``watched`` are ranks by kind of text, int64 [N] each.
     """
     # With more than half of the rows, too few are saved.
     most = max(1, (vocabulary // 2 - count) // (vocabulary // count))
-    return min(most, 1 << (clusters_needed(watched) - 1).bit_length())
+    return min(most, 1 << (count_clusters_needed(watched) - 1).bit_length())
 
 
 def learn_centroids(
@@ -343,15 +344,15 @@ def learn_centroids(
 
     def score_centroids(step: int) -> tuple[tuple[int, float], int, Tensor]:
         copied = rows.detach().clone()
-        kinds = [ranks(sample.states / size, copied, sample.choices) for sample in watched]
+        kinds = [rank_clusters(sample.states / size, copied, sample.choices) for sample in watched]
         mean_logs = [float((rank + 1).double().log2().mean()) for rank in kinds]
-        return (clusters_needed(kinds), sum(mean_logs)), step, copied
+        return (count_clusters_needed(kinds), sum(mean_logs)), step, copied
 
     # Less is better; of those that are as good, the earlier.
     best = score_centroids(0)
     for step in range(1, steps + 1):
         states, cluster = _draw_states(taught, random)
-        optimizer.param_groups[0]["lr"] = highest_rate * cosine_decay((step - 1) / steps)
+        optimizer.param_groups[0]["lr"] = highest_rate * compute_cosine_decay((step - 1) / steps)
         optimizer.zero_grad()
         scores = _mask_rivals(states / size @ rows.T, cluster)
         cross_entropy(scores, cluster).backward()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -377,7 +378,7 @@ def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
     return scores.scatter(1, looked_into, -torch.inf).scatter(1, right, scores.gather(1, right))
 
 
-def head_refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
+def list_head_refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
     """Why the head is not to be saved; ``shares`` says what it keeps of the dense head's choices, by kind of text."""
     for name, kind in shares.items():
         if kind["share"] < _LEAST_KEPT:

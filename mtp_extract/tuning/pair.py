@@ -39,7 +39,7 @@ class Pair:
     Attributes:
         origin: the drafter's directory, with its checkpoint.
         drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
-            there from :meth:`take` on.
+            there from :meth:`load_origin` on.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -54,20 +54,20 @@ class Pair:
         origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
         # What is cheap to see is seen before the base is loaded, which may take minutes.
         if origin is not None and plan.mode == "qat":
-            require_codes(origin, idle_roles(plan))
+            require_codes(origin, list_idle_roles(plan))
         self.say(f"loading the base {plan.base}")
         several = self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
         self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
         self.base = Base(self.loaded.model)
         self.codec = Codec(self.loaded.tokenizer, self.base.vocab_size)
         if origin is not None:
-            self.take(origin)
+            self.load_origin(origin)
 
-    def take(self, origin: ReadDirectory) -> None:
+    def load_origin(self, origin: ReadDirectory) -> None:
         """Put the drafter of ``origin`` beside the base; raises MtpExtractError where it does not fit."""
         self.origin = origin
         with memory_guard("loading the drafter"):
-            self.drafter = self.drafter_of(origin.checkpoint)
+            self.drafter = self.load_rounded(origin.checkpoint)
             check_pair(self.base, self.drafter)
 
     @cached_property
@@ -79,13 +79,13 @@ class Pair:
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def drafter_of(self, checkpoint: Checkpoint) -> Network:
+    def load_rounded(self, checkpoint: Checkpoint) -> Network:
         """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
-        written = as_written(self.origin, checkpoint)
+        written = round_like(self.origin, checkpoint)
         return load_any(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
 
-def idle_roles(plan: TuningPlan) -> tuple[str, ...]:
+def list_idle_roles(plan: TuningPlan) -> tuple[str, ...]:
     """Roles that are not trained: a round of one step never reads the state that the step hands on."""
     return ("post_projection",) if plan.draft_steps == 1 else ()
 
@@ -103,7 +103,7 @@ def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
             )
 
 
-def planned_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
+def plan_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
     """``checkpoint`` in the format, type and with the codes of ``origin``; UnsupportedError where it has no room."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
@@ -112,9 +112,9 @@ def planned_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
     return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(DtypeName, dtype), codes=bool(origin.extra_codes)))
 
 
-def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
+def round_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
-    stored = planned_like(origin, checkpoint).stored
+    stored = plan_like(origin, checkpoint).stored
     rounded = {
         role: weight.written for role, weight in stored.items() if weight.rounded_to and role in checkpoint.tensors
     }
@@ -124,7 +124,7 @@ def as_written(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
 def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
     """Raise UnsupportedError where the format of ``origin`` has no room for what ``mode`` makes, which ``like`` has."""
     try:
-        stored = planned_like(origin, like).stored.values()
+        stored = plan_like(origin, like).stored.values()
         why = next((f"{weight.why}." for weight in stored if weight.how == NOTHING), None)
     except UnsupportedError as error:
         why = str(error)
@@ -141,7 +141,7 @@ def write_made(
 ) -> None:
     """Write ``checkpoint`` as ``origin`` is written, to the plan's target, with ``about`` under ``key`` of the record;
     OutputError where it cannot be written, or reads back differently: nothing is left behind."""
-    planned = planned_like(origin, checkpoint)
+    planned = plan_like(origin, checkpoint)
     made_from = "tuned_from" if key == "tuning" else "made_from"
     # The origin's proof holds for other weights, or another head.
     record = {**origin_of(origin, planned), "proof": None, key: {**about, made_from: origin.sums}}

@@ -23,7 +23,7 @@ from mtp_extract.evaluation.base_model import free_memory
 from mtp_extract.evaluation.base_texts import groups
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.loss import LOGITS_AT_ONCE, argmax_tokens
+from mtp_extract.tuning.loss import LOGITS_AT_ONCE, find_argmax_tokens
 from mtp_extract.tuning.pair import Pair
 
 _TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: of fewer it takes hardly less time
@@ -35,11 +35,11 @@ Columns = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def states_of(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -> list[Columns]:
+def compute_states(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -> list[Columns]:
     """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
     full = base.feed(tokens, needs.layers)
-    choices = argmax_tokens(base.logits, full.hidden.flatten(0, 1), base.vocab_size).view(tokens.shape)
+    choices = find_argmax_tokens(base.logits, full.hidden.flatten(0, 1), base.vocab_size).view(tokens.shape)
     columns = {"tokens": tokens, "hidden": full.hidden, "choices": choices}
     columns |= {f"layer {layer}": states for layer, states in full.layers.items()}
     for kind in needs.shared_kv:
@@ -71,11 +71,11 @@ class States:
             groups[-1].append(text)
         self._group_of = {text: tuple(group) for group in groups for text in group}
 
-    def of(self, texts: Sequence[Text]) -> list[Columns]:
+    def look_up(self, texts: Sequence[Text]) -> list[Columns]:
         """Of each of ``texts``, which are among those of the constructor."""
         columns_of: dict[Text, Columns] = {}
         for group in dict.fromkeys(self._group_of[text] for text in texts):
-            items = self._cache.get(group) or states_of(self._base, self._needs, group)
+            items = self._cache.get(group) or compute_states(self._base, self._needs, group)
             columns_of.update(zip(group, items, strict=True))
             size = sum(column.nbytes for item in items for column in item.values())
             if group not in self._cache and size <= self._bytes_free:
@@ -104,7 +104,7 @@ class Batch:
         """The texts of ``items``, on ``device``."""
         padded = {name: pad_sequence([item[name] for item in items], batch_first=True).to(device) for name in items[0]}
 
-        def heads(name: str) -> Tensor:  # [B, KV heads, L, head_dim]
+        def transpose_heads(name: str) -> Tensor:  # [B, KV heads, L, head_dim]
             return padded[name].transpose(1, 2).contiguous()
 
         tokens = padded["tokens"]
@@ -113,13 +113,13 @@ class Batch:
             torch.arange(tokens.shape[1], device=device).expand_as(tokens),
             padded["hidden"],
             {layer: padded[f"layer {layer}"] for layer in needs.layers},
-            {kind: (heads(f"K of {kind}"), heads(f"V of {kind}")) for kind in needs.shared_kv},
+            {kind: (transpose_heads(f"K of {kind}"), transpose_heads(f"V of {kind}")) for kind in needs.shared_kv},
         )
         lengths = torch.tensor([len(item["tokens"]) for item in items], device=device)
         return cls(fed, lengths, padded["choices"], anchors.to(device), real.to(device))
 
 
-def random_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
 
     A text with fewer has all of them, and placeholders after them.
@@ -152,13 +152,13 @@ class Rounds(nn.Module):
         start = RoundStart(batch.fed, batch.anchors, embed)
         state: Any = drafter.start(start, convention) if isinstance(drafter, MtpDrafter) else drafter.start(start)
         hidden_of_steps = []
-        for token in batch.fed.tokens.flatten()[target_positions(batch, self.steps)]:
+        for token in batch.fed.tokens.flatten()[find_target_positions(batch, self.steps)]:
             hidden, state = drafter.advance(state, token)
             hidden_of_steps.append(hidden)
         return torch.stack(hidden_of_steps)
 
 
-def target_positions(batch: Batch, steps: int) -> Tensor:
+def find_target_positions(batch: Batch, steps: int) -> Tensor:
     """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes; in a text's end, its last."""
     rows, length = batch.fed.tokens.shape
     device = batch.anchors.device
@@ -166,7 +166,7 @@ def target_positions(batch: Batch, steps: int) -> Tensor:
     return torch.arange(rows, device=device)[:, None] * length + later.clamp(max=length - 1)
 
 
-def counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
+def mark_counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     """bool [K, B, A]: which steps count: those whose target lies within the text.
 
     In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
@@ -177,7 +177,7 @@ def counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     if greedy:
         follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
         follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
-        chosen = follows.flatten()[target_positions(batch, steps)]
+        chosen = follows.flatten()[find_target_positions(batch, steps)]
         chosen[0] = True  # the pending token is the base's own
         counts &= chosen.int().cumprod(dim=0).bool()
     return counts
@@ -187,8 +187,8 @@ def draw_batch(pair: Pair, drafter: Network, texts: Sequence[Text], most: int | 
     """``texts`` beside the base, with at most ``most`` random anchors of each; by default with all."""
     count = max(len(text.anchors) for text in texts)
     generator = torch.Generator().manual_seed(pair.plan.seed)
-    anchors, real = random_anchors(texts, count if most is None else min(most, count), generator)
-    columns = states_of(pair.base, drafter.needs, texts)
+    anchors, real = draw_anchors(texts, count if most is None else min(most, count), generator)
+    columns = compute_states(pair.base, drafter.needs, texts)
     return Batch.of(columns, drafter.needs, anchors, real, drafter.lm_head.weight.device)
 
 
@@ -219,12 +219,12 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
     """
     steps = pair.plan.draft_steps
     batch = draw_batch(pair, drafter, texts)
-    complete = counted_drafts(batch, steps, greedy=False).all(dim=0)
+    complete = mark_counted_drafts(batch, steps, greedy=False).all(dim=0)
     states = Rounds(drafter, steps)(batch, pair.base.embed, LITERT)[:, complete]  # [K, N, width]
-    positions = target_positions(batch, steps)[:, complete]  # [K, N]
+    positions = find_target_positions(batch, steps)[:, complete]  # [K, N]
     rows_at_once = max(1, LOGITS_AT_ONCE // pair.base.vocab_size)
     rows = (torch.split(column, rows_at_once) for column in (states.flatten(0, 1), positions.flatten()))
-    parts = [_acceptance(pair, drafter, batch, *piece) for piece in zip(*rows, strict=True)]
+    parts = [_compute_acceptance(pair, drafter, batch, *piece) for piece in zip(*rows, strict=True)]
     of_token, mean = (torch.cat(column).double().cpu().view(positions.shape) for column in zip(*parts, strict=True))
 
     along = of_token.cumprod(dim=0)
@@ -233,7 +233,9 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
     return Acceptance.over(text, batch.anchors[complete].cpu(), stands.T.contiguous(), along.T.contiguous())
 
 
-def _acceptance(pair: Pair, drafter: Network, batch: Batch, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_acceptance(
+    pair: Pair, drafter: Network, batch: Batch, states: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """min(1, q(x) / p(x)) of the text's token x after ``positions`` int64 [n], of B · L, and its mean over all tokens.
 
     ``states`` [n, width] are the drafter's there, of :class:`Rounds`. Greedily both say whether the draft is x; [n].

@@ -16,12 +16,12 @@ from mtp_extract.evaluation.base_model import memory_guard
 from mtp_extract.io.address import public_name
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.tuning.corpus import Corpus, gather_texts, split_prompts
-from mtp_extract.tuning.eagle3 import new_head
-from mtp_extract.tuning.ordered import head_refusals, make_head, with_zero_head, without_ordered_head
+from mtp_extract.tuning.eagle3 import add_untrained_head
+from mtp_extract.tuning.ordered import add_zero_head, list_head_refusals, make_head, remove_ordered_head
 from mtp_extract.tuning.pair import Pair, check_writable, write_made
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.rounds import measure_acceptance
-from mtp_extract.tuning.train import latents_of, train
+from mtp_extract.tuning.train import build_latents, train
 from mtp_extract.tuning.verdict import Comparisons
 from mtp_extract.tuning.work import lock_folder
 
@@ -44,16 +44,18 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     pair = Pair(plan, reporter)
     # Nor does work begin where the drafter's format has no room for what the mode makes.
     if plan.mode == ORDERED:
-        check_writable(pair.origin, with_zero_head(pair.origin.checkpoint), ORDERED)
+        check_writable(pair.origin, add_zero_head(pair.origin.checkpoint), ORDERED)
     elif plan.mode != EAGLE3:
-        latents_of(pair)
+        build_latents(pair)
 
     # The first of several processes locks the folder for all.
     is_first = pair.accelerator.is_main_process
     with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
         corpus = gather_texts(pair, reporter)
         checkpoint, about, comparisons = _make_and_compare(pair, corpus, reporter)
-    refused = tuple(head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.refused())
+    refused = tuple(
+        list_head_refusals(about["kinds"], comparisons) if plan.mode == ORDERED else comparisons.list_refusals()
+    )
     record = {
         **about,
         "recipe": plan.recipe,
@@ -69,7 +71,12 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     if directory and is_first:
         write_made(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
     pair.accelerator.wait_for_everyone()
-    notes = (*pair.origin.checkpoint.notes, *pair.loaded.notes, *comparisons.undecided(), *_text_notes(corpus))
+    notes = (
+        *pair.origin.checkpoint.notes,
+        *pair.loaded.notes,
+        *comparisons.describe_undecided(),
+        *_describe_agreement(corpus),
+    )
     return Outcome(directory, refused, comparisons, corpus, record, notes)
 
 
@@ -77,9 +84,9 @@ def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[C
     """What the plan's mode makes, how it was made, and how it drafts on held-out text beside what was there before."""
     mode = pair.plan.mode
     if mode == EAGLE3:
-        new_head(pair, corpus.trained)
+        add_untrained_head(pair, corpus.trained)
     # An ordered head is compared with the dense one.
-    before = pair.drafter_of(without_ordered_head(pair.origin.checkpoint)) if mode == ORDERED else pair.drafter
+    before = pair.load_rounded(remove_ordered_head(pair.origin.checkpoint)) if mode == ORDERED else pair.drafter
     held_out = [text for _, text in corpus.held_out]
     pair.say(f"measuring the drafter as it is on {len(held_out)} held-out texts")
     acceptance = measure_acceptance(pair, before, held_out)
@@ -87,22 +94,22 @@ def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[C
     if mode == ORDERED:
         checkpoint, about = make_head(pair, before, corpus, reporter)
     else:
-        latents = latents_of(pair)
+        latents = build_latents(pair)
         progress = train(pair, corpus, latents, reporter)
-        checkpoint = latents.tuned(progress.results)
+        checkpoint = latents.build_checkpoint(progress.results)
         about = {
             "mode": mode,
-            "numbers": latents.numbers,
+            "numbers": latents.parameter_count,
             "steps_done": progress.done,
             "best_step": progress.step,
             "interrupted": progress.interrupted,
         }
     pair.say("measuring what was made on the held-out texts")
-    after = measure_acceptance(pair, pair.drafter_of(checkpoint), held_out)
+    after = measure_acceptance(pair, pair.load_rounded(checkpoint), held_out)
     return checkpoint, about, Comparisons.of(corpus, acceptance, after)
 
 
-def _text_notes(corpus: Corpus) -> Iterator[str]:
+def _describe_agreement(corpus: Corpus) -> Iterator[str]:
     """How far the base would have written the texts that another wrote."""
     if writer := corpus.text_from:
         texts = f"{writer['positions']} tokens of {writer['texts']} texts that {escape(writer['kind'])} wrote"

@@ -28,7 +28,7 @@ from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.serving.client import Server, question
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.loss import argmax_tokens
+from mtp_extract.tuning.loss import find_argmax_tokens
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.work import replace_file
@@ -60,7 +60,9 @@ class Writer:
     # of each prompt, as a server is asked it
     contents: Mapping[PromptTokens, str | Messages] = field(default_factory=dict)
 
-    def texts(self, prompts: Sequence[PromptTokens], reporter: Reporter = SILENT, what: str = "prompts") -> list[Text]:
+    def write_texts(
+        self, prompts: Sequence[PromptTokens], reporter: Reporter = SILENT, what: str = "prompts"
+    ) -> list[Text]:
         """What follows each of ``prompts``, which are ``what``: what is not kept yet is written, by all processes, a
         batch each at a time.
 
@@ -73,24 +75,24 @@ class Writer:
         require_context(self.pair.base, prompts, self.new_tokens)
         distinct = list(dict.fromkeys(prompts))
         grouped = groups([len(prompt) for prompt in distinct], self.pair.plan.batch)
-        written = self._written([[distinct[index] for index in group] for group in grouped], reporter)
+        written = self._read_or_write([[distinct[index] for index in group] for group in grouped], reporter)
         return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
 
-    def _written(
+    def _read_or_write(
         self, batches: Sequence[Sequence[PromptTokens]], reporter: Reporter
     ) -> dict[PromptTokens, PromptTokens]:
         """What follows each prompt of ``batches``: read from the file of texts, or written now and added to it."""
         accelerator = self.pair.accelerator
         path = self.pair.plan.kept_in / "texts.jsonl"
-        stored, size = _stored_lines(path)
-        named = [(self._name(batch), batch) for batch in batches]
+        stored, size = _read_stored_batches(path)
+        named = [(self._hash_batch(batch), batch) for batch in batches]
         prompts = sum(map(len, batches))
         done = 0
         for first in range(0, len(batches), accelerator.num_processes):
             # A batch for each process, whose lines the first of them writes.
             together = named[first : first + accelerator.num_processes]
             mine = together[accelerator.process_index :][:1]
-            new = [TextBatch(name, self._continued(batch)) for name, batch in mine if name not in stored]
+            new = [TextBatch(name, self._continue_batch(batch)) for name, batch in mine if name not in stored]
             lines: list[TextBatch] = gather_object(new)
             if lines and accelerator.is_main_process:
                 with replace_file(path, size) as file:
@@ -100,20 +102,20 @@ class Writer:
             reporter.done(f"text {done} of {prompts}", done, prompts)
         return dict(chain.from_iterable(zip(batch, stored[name], strict=True) for name, batch in named))
 
-    def _continued(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
+    def _continue_batch(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What follows each of a batch, whose rows draw other numbers from one seed."""
         if self.server is not None:
-            return self._served(self.server, prompts)
+            return self._ask_server(self.server, prompts)
         return continue_prompts(
             self.pair.base,
             prompts,
             new_tokens=self.new_tokens,
             batch=len(prompts),
             temperature=self.temperature,
-            seed=stable_hash([self._seed, *prompts]),
+            seed=compute_stable_hash([self._seed, *prompts]),
         )
 
-    def _served(self, server: Server, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
+    def _ask_server(self, server: Server, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
         """What ``server`` answers to each of a batch.
 
         A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
@@ -123,7 +125,7 @@ class Writer:
         chat_template = self.pair.plan.chat_template
         questions: list[dict[str, Any]] = []
         for prompt in prompts:
-            seed = stable_hash([self._seed, prompt]) >> 20
+            seed = compute_stable_hash([self._seed, prompt]) >> 20
             options = {"temperature": self.temperature, "seed": seed, **server.kind.ids}
             questions.append(question(self.contents[prompt], self.new_tokens, chat_template, **options))
 
@@ -144,7 +146,7 @@ class Writer:
     def _seed(self) -> int:
         return self.pair.plan.seed if self.temperature > 0 else 0
 
-    def _name(self, batch: Sequence[PromptTokens]) -> str:
+    def _hash_batch(self, batch: Sequence[PromptTokens]) -> str:
         """Of a batch: equal where the same text would be written again."""
         pair = self.pair
         server = self.server
@@ -154,7 +156,7 @@ class Writer:
         return sha256(json.dumps(depends_on).encode()).hexdigest()
 
 
-def _stored_lines(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
+def _read_stored_batches(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
     """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line."""
     try:
         stored = read_regular(path, _LARGEST)
@@ -169,12 +171,12 @@ def _stored_lines(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
         ) from error
 
 
-def stable_hash(parts: Sequence[object]) -> int:
+def compute_stable_hash(parts: Sequence[object]) -> int:
     """48 bits that depend on ``parts`` alone."""
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
-def people_texts(item: Prompt, writer: Writer) -> list[Text]:
+def encode_human_texts(item: Prompt, writer: Writer) -> list[Text]:
     """``item``, a text by people or a prompt with their answer.
 
     Of a text drafts aim at every token but BOS, in windows of ``writer.new_tokens`` that stand alone. With a prompt, as
@@ -216,22 +218,25 @@ def connect_writer(plan: TuningPlan) -> Iterator[Server | None]:
 
 
 @torch.no_grad()
-def _tokens_of_base(base: Base, text: Text) -> int:
+def _count_agreeing_tokens(base: Base, text: Text) -> int:
     hidden = base.feed(torch.tensor([text.tokens], device=base.device)).hidden[0, text.prompt_length - 1 : -1]
-    choices = argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
+    choices = find_argmax_tokens(base.logits, hidden, base.vocab_size).tolist()
     return sum(map(eq, choices, text.continuation))
 
 
-def agreement(base: Base, texts: Sequence[Text], server: Server | None) -> dict[str, Any]:
-    """How far greedy ``texts`` by a server, or texts by people, are what ``base`` would write, over some of them.
+def compare_with_base(base: Base, texts: Sequence[Text], server: Server | None) -> dict[str, Any]:
+    """Measure on some of the greedy ``texts`` of a server, or of people, how often each token is what ``base`` chooses.
 
     Returns:
-        Who wrote; ``texts`` and ``positions`` looked at; ``agreement``, the share of tokens that are the base's choice.
-        PairError where a server has another base.
+        ``kind`` and ``model`` of the writer; how many ``texts`` and ``positions`` were compared; ``agreement``, the
+        share of tokens that are the base's choice.
+
+    Raises:
+        PairError: the server has another base.
     """
     chosen = texts[:: -(-len(texts) // _LOOKED_AT) or 1]
     positions = sum(len(text.continuation) for text in chosen)
-    share = sum(_tokens_of_base(base, text) for text in chosen) / max(1, positions)
+    share = sum(_count_agreeing_tokens(base, text) for text in chosen) / max(1, positions)
     name = server.kind.name if server else "people"
     if server and share < _LEAST_AGREEMENT and positions:
         raise PairError(

@@ -30,15 +30,15 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.corpus import Corpus
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, TrainingRows, choose_objective, compute_gradient
-from mtp_extract.tuning.pair import Pair, check_writable, idle_roles
+from mtp_extract.tuning.pair import Pair, check_writable, list_idle_roles
 from mtp_extract.tuning.rounds import (
     Batch,
     Rounds,
     States,
-    counted_drafts,
+    draw_anchors,
+    find_target_positions,
+    mark_counted_drafts,
     measure_acceptance,
-    random_anchors,
-    target_positions,
 )
 from mtp_extract.tuning.work import replace_file
 
@@ -49,15 +49,15 @@ _WARM_UP = 0.1  # of the steps
 _LEAST_RATE = 0.02  # of the learning rate, at the end
 
 
-def cosine_decay(share: float) -> float:
+def compute_cosine_decay(share: float) -> float:
     """The factor on a learning rate after ``share`` of the way, along half a cosine: from 1 to 0.02."""
     return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
+def compute_learning_rate_factor(step: int, steps: int) -> float:
     """The factor on the learning rate of step ``step`` of ``steps``, from 0: a ramp, then a cosine."""
     ramp = max(1, round(_WARM_UP * steps))
-    return (step + 1) / ramp if step < ramp else cosine_decay((step - ramp) / max(1, steps - ramp))
+    return (step + 1) / ramp if step < ramp else compute_cosine_decay((step - ramp) / max(1, steps - ramp))
 
 
 @dataclass
@@ -68,17 +68,17 @@ class TrainingProgress:
     step: int = 0  # after which it was the best
     score: float = -math.inf  # the best one's
     stale: int = 0  # evaluations since the best
-    results: Mapping[str, Tensor] = field(default_factory=dict)  # the best, as :meth:`Latents.results` has them
+    results: Mapping[str, Tensor] = field(default_factory=dict)  # the best, as :meth:`Latents.copy_results` has them
     history: list[Mapping[str, Any]] = field(default_factory=list)  # one entry a step, and one an evaluation
     interrupted: bool = False
 
 
-def latents_of(pair: Pair) -> Latents:
+def build_latents(pair: Pair) -> Latents:
     """What the pair's plan trains; raises MtpExtractError where the drafter's format does not hold that."""
     plan = pair.plan
-    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, idle_roles(plan))
+    latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, list_idle_roles(plan))
     # A probe: every trained weight gets another value, and the format must be able to store that.
-    changed = latents.tuned({key: result + 1 for key, result in latents.results().items()})
+    changed = latents.build_checkpoint({key: result + 1 for key, result in latents.copy_results().items()})
     check_writable(pair.origin, changed, plan.mode)
     return latents
 
@@ -97,7 +97,7 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
     accelerator = pair.accelerator
     steps = plan.optimizer_steps
     steps_between = max(1, steps // EVALUATIONS)
-    pair.say(f"training {latents.numbers} numbers on {len(corpus.trained)} texts")
+    pair.say(f"training {latents.parameter_count} numbers on {len(corpus.trained)} texts")
     run = _Training(pair, corpus, latents)
     progress = run.progress
     if not progress.history:
@@ -129,7 +129,9 @@ class _Training:
         self.corpus = corpus
         self.latents = latents
         self.states = States(pair.base, pair.drafter.needs, corpus.trained, plan.batch)
-        optimizer = torch.optim.AdamW(latents.groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            latents.list_param_groups(plan.learning_rate), betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.learning_rates = [group["lr"] for group in optimizer.param_groups]
         # In several processes the module averages gradients.
         self.module, self.optimizer = pair.accelerator.prepare(latents, optimizer)
@@ -137,17 +139,17 @@ class _Training:
         depends_on: list[Any] = [pair.origin.sums, pair.base_fingerprint, plan.mode, plan.recipe]
         depends_on += [[text.prompt_length, *text.tokens] for text in (*corpus.trained, *corpus.watched)]
         self.fingerprint = sha256(json.dumps(depends_on).encode()).hexdigest()
-        self.progress = _resumed(plan.kept_in / "state.pt", self.fingerprint, latents, self.optimizer)
+        self.progress = _resume_progress(plan.kept_in / "state.pt", self.fingerprint, latents, self.optimizer)
 
     def step(self) -> float:
         """One step of the optimizer; its loss, and MtpExtractError where that is not finite."""
         pair = self.pair
         progress = self.progress
-        factor = learning_rate_factor(progress.done, pair.plan.optimizer_steps)
+        factor = compute_learning_rate_factor(progress.done, pair.plan.optimizer_steps)
         for group, highest in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
             group["lr"] = highest * factor
-        batch, convention, weight = _batch(pair, self.states, self.corpus.kinds, progress.done)
-        loss, agreement = _backward(pair, self.module, batch, convention, weight)
+        batch, convention, weight = _draw_step_batch(pair, self.states, self.corpus.kinds, progress.done)
+        loss, agreement = _backpropagate(pair, self.module, batch, convention, weight)
         pair.accelerator.clip_grad_norm_(self.latents.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -165,7 +167,7 @@ class _Training:
         weights = self.latents(drafter.lm_head.weight.dtype)
         tuned = drafter.with_tensors({path: weight.detach() for path, weight in weights.items()})
         watched = measure_acceptance(self.pair, tuned, self.corpus.watched)
-        score = self.corpus.balanced(watched)
+        score = self.corpus.compute_score(watched)
         entry = {"step": progress.done, "teacher_forced": watched.teacher_forced, "balanced": score}
         progress.history.append(entry)
         progress.stale += 1
@@ -173,7 +175,7 @@ class _Training:
             progress.score = score
             progress.step = progress.done
             progress.stale = 0
-            progress.results = self.latents.results()
+            progress.results = self.latents.copy_results()
 
     def save(self) -> None:
         """Write what a later run resumes from, and the log; the first of several processes does."""
@@ -186,13 +188,13 @@ class _Training:
                 file.write("".join(json.dumps(entry) + "\n" for entry in self.progress.history).encode())
 
 
-def _backward(
+def _backpropagate(
     pair: Pair, latents: nn.Module, batch: Batch, convention: Convention, weight: float
 ) -> tuple[float, float]:
     """Make the gradients of a step, each anchor of this ``weight``; over all processes its mean loss, and how well its
     rows agree."""
     drafter = pair.drafter
-    rows, within = _rows_of(pair, batch, weight)
+    rows, within = _build_training_rows(pair, batch, weight)
     weights = {"lm_head.weight": drafter.lm_head.weight, **latents(drafter.lm_head.weight.dtype)}
     head = weights["lm_head.weight"]
 
@@ -209,12 +211,12 @@ def _backward(
     return float(losses.mean()), float(agreements.sum()) / max(1, int(counts.sum()))
 
 
-def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Tensor]:
+def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Tensor]:
     """What a step's drafts aim at, as rows of ``weight`` each; and which drafts have a row, bool [K, B, A]."""
     plan = pair.plan
     drafter = pair.drafter
-    positions = target_positions(batch, plan.draft_steps)
-    choosing = counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    positions = find_target_positions(batch, plan.draft_steps)
+    choosing = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
     # Rows of a head may be tokens of its own vocabulary, and a token that it cannot draft ends the round.
     choices = drafter.rows(batch.choices.flatten())
     choosing = choosing & (choices[positions] >= 0).int().cumprod(0).bool()
@@ -222,11 +224,11 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Ten
 
     objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
-    within = choosing if objective.keys() == {"ce"} else counted_drafts(batch, plan.draft_steps, greedy=False)
+    within = choosing if objective.keys() == {"ce"} else mark_counted_drafts(batch, plan.draft_steps, greedy=False)
     rows = TrainingRows(
         positions[within],
         choices,
-        _base_logits(pair, batch),
+        _bind_base_logits(pair, batch),
         weight,
         choosing[within],
         objective,
@@ -236,58 +238,60 @@ def _rows_of(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Ten
     return rows, within
 
 
-def _base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
+def _bind_base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
     """The base's logits at positions of ``batch``, int64 [n] of B · L, for the tokens of the drafter's head."""
     base = pair.base
     hidden = batch.fed.hidden.flatten(0, 1)
     tokens = pair.drafter.targets
 
-    def logits_at(positions: Tensor) -> Tensor:
+    def compute_logits(positions: Tensor) -> Tensor:
         # A head may have far fewer tokens than the base, and a piece of its logits more rows.
         pieces = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
         logits = [base.logits(hidden[piece].to(base.device)).to(hidden.device)[:, tokens] for piece in pieces]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    return logits_at
+    return compute_logits
 
 
-def _batch(pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: int) -> tuple[Batch, Convention, float]:
+def _draw_step_batch(
+    pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: int
+) -> tuple[Batch, Convention, float]:
     """This process's part of step ``step``: texts; a position convention; an anchor's weight.
 
     Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
     """
     plan = pair.plan
     accelerator = pair.accelerator
-    texts = _texts_of_step(kinds, step, plan.batch, plan.seed)
+    texts = _choose_step_texts(kinds, step, plan.batch, plan.seed)
     shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
-    drawn = [random_anchors([texts[index]], ANCHORS, _random(plan.seed, 2, step, index)) for index in shard]
+    drawn = [draw_anchors([texts[index]], ANCHORS, _seed_generator(plan.seed, 2, step, index)) for index in shard]
     anchors, real = map(torch.cat, zip(*drawn, strict=True))
-    columns = states.of([texts[index] for index in shard])
+    columns = states.look_up([texts[index] for index in shard])
     batch = Batch.of(columns, pair.drafter.needs, anchors, real, accelerator.device)
-    is_second = bool(torch.randint(2, (), generator=_random(plan.seed, 3, step)))
+    is_second = bool(torch.randint(2, (), generator=_seed_generator(plan.seed, 3, step)))
     anchors_of_step = sum(min(ANCHORS, len(text.anchors)) for text in texts)
     return batch, TRANSFORMERS if is_second else LITERT, accelerator.num_processes / anchors_of_step
 
 
-def _texts_of_step(kinds: Sequence[Sequence[Text]], step: int, count: int, seed: int) -> list[Text]:
+def _choose_step_texts(kinds: Sequence[Sequence[Text]], step: int, count: int, seed: int) -> list[Text]:
     """The ``count`` texts of step ``step``, of each kind in turn; those of a kind are shuffled anew in every epoch."""
     texts = []
     for number in range(step * count, (step + 1) * count):
         turn, kind = divmod(number, len(kinds))
         epoch, place = divmod(turn, len(kinds[kind]))
-        order = torch.randperm(len(kinds[kind]), generator=_random(seed, 1, kind, epoch))
+        order = torch.randperm(len(kinds[kind]), generator=_seed_generator(seed, 1, kind, epoch))
         texts.append(kinds[kind][int(order[place])])
     return texts
 
 
-def _random(*parts: int) -> torch.Generator:
+def _seed_generator(*parts: int) -> torch.Generator:
     seed = 0
     for part in parts:
         seed = (seed * 0x9E3779B97F4A7C15 + part + 1) % (1 << 63)
     return torch.Generator().manual_seed(seed)
 
 
-def _resumed(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> TrainingProgress:
+def _resume_progress(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> TrainingProgress:
     """Where an earlier run with this fingerprint stopped; else a beginning."""
     if not path.exists():
         return TrainingProgress()

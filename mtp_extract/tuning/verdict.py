@@ -24,13 +24,13 @@ _WORST = 3  # texts that are shown and recorded
 _NAME = 40  # characters of a prompt that name its text
 
 
-class Figures(msgspec.Struct, frozen=True):
+class RoundFigures(msgspec.Struct, frozen=True):
     teacher_forced: float  # tokens per round
     rounds: float
     tokens_per_round: float
 
     @classmethod
-    def of(cls, measured: Acceptance) -> Figures:
+    def of(cls, measured: Acceptance) -> RoundFigures:
         return cls(measured.teacher_forced, measured.rounds, measured.tokens_per_round)
 
 
@@ -39,8 +39,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     texts: int
     anchors: int
-    before: Figures
-    after: Figures
+    before: RoundFigures
+    after: RoundFigures
     change: Change  # of teacher-forced tokens per round
     rounds: Saving  # where the anchors are not all of a text's, it says nothing
     loses: bool  # whether a draft that stood stands no more, or less probably
@@ -53,8 +53,8 @@ class Comparison(msgspec.Struct, frozen=True):
         return cls(
             texts=before.texts,
             anchors=len(before.anchor),
-            before=Figures.of(before),
-            after=Figures.of(after),
+            before=RoundFigures.of(before),
+            after=RoundFigures.of(after),
             change=compare_acceptance(before, after),
             rounds=compare_rounds(before, after),
             loses=bool((after.stands < before.stands).any()),
@@ -93,7 +93,7 @@ class Comparisons(msgspec.Struct, frozen=True):
         unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.sequences)
 
         # Intervals count units in place of texts.
-        units = units_of(corpus)
+        units = number_units(corpus)
         before_by_unit = replace(before, text=units[before.text])
         after_by_unit = replace(after, text=units[after.text])
 
@@ -101,13 +101,13 @@ class Comparisons(msgspec.Struct, frozen=True):
             return Comparison.of(before_by_unit, after_by_unit, rows)
 
         return cls(
-            overall=compare_at(before.text < corpus.own),
+            overall=compare_at(before.text < corpus.own_count),
             workloads={name: compare_at(workload == number) for name, number in number_of.items()},
             unseen=compare_at(unseen) if unseen.any() else None,
-            worst=_worst(corpus, before, after),
+            worst=_find_worst_texts(corpus, before, after),
         )
 
-    def refused(self) -> Iterator[str]:
+    def list_refusals(self) -> Iterator[str]:
         """Why what came after is not to be saved; nothing if it is."""
         overall = self.overall
         unseen = self.unseen
@@ -125,7 +125,7 @@ class Comparisons(msgspec.Struct, frozen=True):
             if comparison.change.interval is not None and comparison.change.interval.high < 0:
                 yield f"it is worse on {escape(name)} ({describe_change(comparison.change)})"
 
-    def undecided(self) -> Iterator[str]:
+    def describe_undecided(self) -> Iterator[str]:
         """What too few texts leave open, in a sentence, if they do."""
         few = [f"{name} ({part.texts})" for name, part in self.workloads.items() if part.change.interval is None]
         if self.unseen is None or self.unseen.change.interval is None:
@@ -134,7 +134,7 @@ class Comparisons(msgspec.Struct, frozen=True):
             yield f"Not decided, too few held-out texts: {', '.join(few)}. Give more prompts: one in eight is held out."
 
 
-def _worst(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]:
+def _find_worst_texts(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]:
     """The held-out texts that lost most, that one first."""
     texts = []
     for index, (item, _) in enumerate(corpus.held_out):
@@ -146,7 +146,7 @@ def _worst(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]
     return sorted(texts, key=lambda text: text.after - text.before)[:_WORST]
 
 
-def units_of(corpus: Corpus) -> Tensor:
+def number_units(corpus: Corpus) -> Tensor:
     """int64: of each held-out text, what intervals count. Windows of one text by people are one."""
     items = [None, *(item for item, _ in corpus.held_out)]
     return torch.tensor([*accumulate(item is not previous for previous, item in pairwise(items))])

@@ -21,7 +21,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _build_output_error(folder, error) from error
     with lock:
         yield
 
@@ -44,10 +44,10 @@ def replace_file(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise _unwritable(path, cause) from error
+        raise _build_output_error(path, cause) from error
 
 
-def _unwritable(place: Path, error: OSError) -> OutputError:
+def _build_output_error(place: Path, error: OSError) -> OutputError:
     return OutputError(
         f"{escape(place)}: expected a place for text and state of this run alone, found one in use or that cannot be "
         f"written: {error.strerror or escape(error)}. Wait, make room there, or choose another place.",

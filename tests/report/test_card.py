@@ -25,7 +25,7 @@ from mtp_extract.hub.upload import plan_upload
 from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.litertlm import published
 from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.report.card import UNSAID, CardWords, Verdict, card_metadata, model_card
+from mtp_extract.report.card import UNSAID, CardWords, Verdict, build_card_metadata, model_card
 
 WORDS = CardWords("apache-2.0", base_model="org/base")
 E4B_MAY = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
@@ -46,7 +46,7 @@ def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     record = {**RECORD, "source": IDENTIFIED}
     validator("extraction")(record)
     read = ModelCard(card(source=IDENTIFIED)).data.to_dict()
-    assert read == card_metadata(record)
+    assert read == build_card_metadata(record)
     assert read == {
         "license": "apache-2.0",
         "license_link": "https://www.apache.org/licenses/LICENSE-2.0",

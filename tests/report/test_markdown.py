@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_extract.report.card import Verdict, model_card
-from mtp_extract.report.markdown import paragraph, plain, visible
+from mtp_extract.report.markdown import escape_invisible, escape_paragraph, plain
 
 from .test_page import renamed
 
@@ -28,10 +28,10 @@ def shown(markdown: str, tag: str) -> tuple[list[str], set[str]]:
 
 
 def is_itself(text: str) -> None:
-    expected = visible(text).strip()
+    expected = escape_invisible(text).strip()
     assert shown(f"# {plain(text)}", "h1") == ([expected] if expected else [], {"h1"})
-    assert shown(paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
-    assert shown(f"- {paragraph(text)}", "li") == ([expected] if expected else [], {"ul", "li"})
+    assert shown(escape_paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
+    assert shown(f"- {escape_paragraph(text)}", "li") == ([expected] if expected else [], {"ul", "li"})
     cells, tags = shown(f"| a | b |\n| --- | --- |\n| {plain(text)} | c |", "td")
     assert "".join(cells).removesuffix("c").strip() == expected
     assert tags == {"table", "thead", "tbody", "tr", "th", "td"}

@@ -19,7 +19,7 @@ from helpers.record_document import REPORT
 from helpers.web import HOSTILE
 from helpers.web import Page as WebPage
 
-from mtp_extract.report.markdown import visible
+from mtp_extract.report.markdown import escape_invisible
 from mtp_extract.report.page import Page, ReportTable, as_html
 from mtp_extract.validation.page import page_of
 from mtp_extract.validation.result import Validation
@@ -96,7 +96,7 @@ def test_it_holds_every_table() -> None:
         for row in (table.columns, *table.rows):
             for cell in filter(None, map(str, row)):
                 found = next(cells)
-                while found.replace(" ", "") != visible(cell).replace(" ", ""):
+                while found.replace(" ", "") != escape_invisible(cell).replace(" ", ""):
                     found += next(cells)
     drawn = ["What drafting is worth", "Acceptance by draft step", "Acceptance by workload", "Controls"]
     assert [image["alt"] for image in web.named("img")] == drawn
@@ -134,7 +134,7 @@ def test_nothing_from_outside_is_markup(name: str) -> None:
             assert key not in ("href", "srcset", "action", "data")
             assert key != "src" or (tag == "img" and str(value).startswith("data:image/svg+xml;base64,"))
     assert all(c.isprintable() or c == "\n" for c in text)
-    assert visible(name) in "".join(shown for _, shown in page.texts)
+    assert escape_invisible(name) in "".join(shown for _, shown in page.texts)
 
 
 def test_without_matplotlib_it_says_that_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from mtp_extract.cli._options import read_key
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.serving import client
 from mtp_extract.serving.client import Answer, Server, question, read_answer
-from mtp_extract.serving.counters import Counters, counters_of_answer, counters_of_page
+from mtp_extract.serving.counters import Counters, parse_page_counters, read_answer_counters
 
 PROMPT = "class Foo(object):"
 RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
@@ -90,17 +90,19 @@ def test_counters_of_the_pages() -> None:
         "llama-server": Counters(None, 21236, 5867, 22891, 14987, (4721, 4060, 3434, 2772)),
     }
     pages = {name: (PAGES / manner.page).read_text() for name, manner in MANNERS.items() if manner.page}
-    assert {name: counters_of_page(page) for name, page in pages.items()} == expected
-    before, after = (counters_of_page((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after"))
+    assert {name: parse_page_counters(page) for name, page in pages.items()} == expected
+    before, after = (
+        parse_page_counters((RECORDED / f"metrics_{when}.txt").read_text()) for when in ("before", "after")
+    )
     assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
 
 def test_what_is_not_told_is_not_nothing() -> None:
     """Of drafts, but where none of their counters is there."""
-    without = counters_of_answer({"predicted_n": 3, "predicted_ms": 8.5}, None, None)
+    without = read_answer_counters({"predicted_n": 3, "predicted_ms": 8.5}, None, None)
     assert without == Counters(tokens=3, rounds=0, drafted=0, accepted=0)
     for name, ours in (("draft_n_accepted", "accepted"), ("draft_n", "drafted")):
-        assert counters_of_answer({"predicted_n": 3, name: 4}, None, None) == Counters(tokens=3, **{ours: 4})
+        assert read_answer_counters({"predicted_n": 3, name: 4}, None, None) == Counters(tokens=3, **{ours: 4})
 
 
 def test_times_are_those_of_arrival() -> None:
@@ -206,8 +208,8 @@ LINES = (
 
 
 def test_lines_of_a_page_and_their_differences() -> None:
-    assert counters_of_page("\n".join(LINES)) == Counters(requests=3, tokens=500)
-    found = counters_of_page("\n".join((f"{ACCEPTED}_total 7", *POSITIONS)))
+    assert parse_page_counters("\n".join(LINES)) == Counters(requests=3, tokens=500)
+    found = parse_page_counters("\n".join((f"{ACCEPTED}_total 7", *POSITIONS)))
     assert found == Counters(accepted=7, positions=(4, 0, 3))
     assert found - Counters(accepted=2, positions=(2,)) == Counters(accepted=5, positions=(2, 0, 3))
     assert found - Counters(accepted=2) == Counters(accepted=5)

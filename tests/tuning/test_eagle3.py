@@ -29,7 +29,14 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text, teacher_forced
 from mtp_extract.tuning import loss, rounds
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.eagle3 import base_layers, frequent_tokens, head_config, head_of, new_head, state_sizes
+from mtp_extract.tuning.eagle3 import (
+    add_untrained_head,
+    build_head_config,
+    build_untrained_head,
+    choose_base_layers,
+    choose_draft_tokens,
+    measure_state_sizes,
+)
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.rounds import Batch, Rounds, States, measure_acceptance
@@ -41,7 +48,7 @@ PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
 def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
-    return head_of(base, texts or [], tokens, None, "float32", 0)
+    return build_untrained_head(base, texts or [], tokens, None, "float32", 0)
 
 
 def said_by(base: Base) -> list[Text]:
@@ -75,8 +82,8 @@ def test_states_begin_alike() -> None:
         base.model.get_input_embeddings().weight[7] *= 1000
     tokens = torch.randint(8, 40, (1, 30), generator=torch.Generator().manual_seed(0)).index_fill(1, torch.tensor(0), 7)
     texts = [Text(tuple(tokens[0].tolist()), 1)]
-    config = head_config(base.config, 32, None)
-    sizes = state_sizes(base, config.base_layers, texts)
+    config = build_head_config(base.config, 32, None)
+    sizes = measure_state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     checkpoint = untrained(base, 32, texts)
     head = load_any(checkpoint)
@@ -105,7 +112,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
 
     states = States(base, head.needs, texts, 8)
     anchors = torch.tensor([[9, 12]] * 3)
-    batch = Batch.of(states.of(texts), head.needs, anchors, anchors > 0, torch.device("cpu"))
+    batch = Batch.of(states.look_up(texts), head.needs, anchors, anchors > 0, torch.device("cpu"))
     with torch.no_grad():
         first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
     drafted = teacher_forced(base, head, texts, 1)
@@ -130,7 +137,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert 0 < max(sizes) <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in found.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure_acceptance(pair, load_any(latents.tuned(found.results)), texts)
+    after = measure_acceptance(pair, load_any(latents.build_checkpoint(found.results)), texts)
     assert after.teacher_forced > before.teacher_forced + 0.2
 
 
@@ -138,10 +145,10 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     base = Base(random_base())
     texts, plan = [Text((1, 39, 38, 39), 1)], TuningPlan(None, "org/base", work=tmp_path, mode="eagle3", draft_vocab=24)
     taken: list[ReadDirectory] = []
-    pair = beside(plan, base, None, loaded=SimpleNamespace(dtype="float32"), take=taken.append)
+    pair = beside(plan, base, None, loaded=SimpleNamespace(dtype="float32"), load_origin=taken.append)
     # What an earlier training left is replaced.
     for _ in range(2):
-        new_head(pair, texts)
+        add_untrained_head(pair, texts)
     assert not read_checkpoint(taken[1].directory).findings
     found = read_checkpoint(taken[1].directory)
     assert found.config == replace(untrained(base, 24, texts).config, base="org/base")
@@ -168,14 +175,14 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
 
 def test_the_vocabulary_is_what_the_base_says_most() -> None:
     texts, always = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)], [8]
-    assert [frequent_tokens(texts, n, 10) for n in (3, 2, 6)] == [[4, 5, 7], [4, 5], [0, 1, 2, 4, 5, 7]]
-    assert frequent_tokens(texts, 2, 10, always) == [5, 8]
-    assert frequent_tokens([], 10, 10) == list(range(10))
+    assert [choose_draft_tokens(texts, n, 10) for n in (3, 2, 6)] == [[4, 5, 7], [4, 5], [0, 1, 2, 4, 5, 7]]
+    assert choose_draft_tokens(texts, 2, 10, always) == [5, 8]
+    assert choose_draft_tokens([], 10, 10) == list(range(10))
 
 
 def test_layers_that_are_read() -> None:
     expected = {42: (2, 21, 39), 60: (2, 30, 57), 35: (2, 17, 32), 6: (1, 3, 5), 4: (1, 2, 3)}
-    assert {count: base_layers(count) for count in expected} == expected
+    assert {count: choose_base_layers(count) for count in expected} == expected
 
 
 def test_a_whole_training(plan: Plans, tmp_path: Path) -> None:

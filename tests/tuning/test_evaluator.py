@@ -32,7 +32,7 @@ def test_the_figures_are_the_ones_that_are_found(plan: Plans, extracted: Path, b
     before, after = (evaluate(base, place, prompts, asked.new_tokens) for place in (worse, tmp_path / "tuned"))
     assert [text.continuation for text in before] == [text.continuation for text in texts]
     assert [text.accepted for text in before] != [text.accepted for text in after]
-    own = slice(outcome.corpus.own)
+    own = slice(outcome.corpus.own_count)
     overall = outcome.record["overall"]
     for when, measured in (("before", before[own]), ("after", after[own])):
         anchors, rounds = sum(len(text.accepted) for text in measured), sum(text.rounds for text in measured)

@@ -26,7 +26,7 @@ def moved(latents: Latents) -> Checkpoint:
     with torch.no_grad():
         for value in latents.parameters():
             value.add_(0.1 * torch.randn(value.shape, generator=random))
-    return latents.tuned(latents.results())
+    return latents.build_checkpoint(latents.copy_results())
 
 
 def with_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
@@ -38,7 +38,7 @@ def with_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
 @pytest.mark.parametrize("mode", list(MODES))
 def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
     latents = Latents(tiny.checkpoint, MODES[mode])
-    tuned = latents.tuned(latents.results())
+    tuned = latents.build_checkpoint(latents.copy_results())
     for role, tensor in tiny.checkpoint.tensors.items():
         assert np.array_equal(tuned.tensors[role].array(), tensor.array()), role
     before = tiny.drafter.state_dict()
@@ -83,11 +83,11 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
     latents = with_weights(tiny, "qat", {"lm_head": of_codes(stored, Packing(4, signed), steps)})
-    assert np.array_equal(latents.tuned(latents.results()).tensors["lm_head"].codes(), stored)
+    assert np.array_equal(latents.build_checkpoint(latents.copy_results()).tensors["lm_head"].codes(), stored)
     for moved_by, end in ((100.0, high), (-200.0, low)):
         with torch.no_grad():
             latents.values["lm_head"] += moved_by
-        tuned = latents.tuned(latents.results()).tensors["lm_head"]
+        tuned = latents.build_checkpoint(latents.copy_results()).tensors["lm_head"]
         assert {*tuned.codes().flat} == {end}
     assert np.array_equal(latents(torch.float32)["lm_head.weight"].detach().numpy(), tuned.array())
 

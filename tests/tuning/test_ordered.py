@@ -31,11 +31,11 @@ from mtp_extract.tuning import ordered
 from mtp_extract.tuning.ordered import (
     HeadSample,
     build_head,
-    cluster_of,
-    head_refusals,
+    choose_top_k,
+    find_token_clusters,
     learn_centroids,
-    least_top_k,
-    ranks,
+    list_head_refusals,
+    rank_clusters,
 )
 from mtp_extract.tuning.run import Outcome, run_tuning
 from mtp_extract.tuning.verdict import Comparison
@@ -53,7 +53,7 @@ def make(plan: Plans) -> Callable[..., Outcome]:
     def made(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
         of = {} if directory is None else {"directory": directory}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ordered, "least_top_k", lambda *of: top_k)
+            patch.setattr(ordered, "choose_top_k", lambda *of: top_k)
             return run_tuning(plan(out, **({"mode": "ordered", "steps": 30, **of} | changes)))
 
     return made
@@ -132,8 +132,8 @@ def test_formats_without_room_are_refused(
 
 
 def test_clusters_divide_a_vocabulary() -> None:
-    assert [ordered.clusters_of(size) for size in (262144, 512)] == [2048, 32]
-    assert 262145 % ordered.clusters_of(262145) == 0
+    assert [ordered.choose_cluster_count(size) for size in (262144, 512)] == [2048, 32]
+    assert 262145 % ordered.choose_cluster_count(262145) == 0
 
 
 def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
@@ -144,21 +144,21 @@ def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
         for head in (torch.zeros(24, 6), torch.ones(24, 6)):
             ordering, centroids, _ = build_head(head, some, some, 6, 4, 0)
             assert torch.equal(ordering.sort().values, torch.arange(24)) and bool(torch.isfinite(centroids).all())
-            assert torch.equal(torch.bincount(cluster_of(ordering, 6)), torch.full((6,), 4))
+            assert torch.equal(torch.bincount(find_token_clusters(ordering, 6)), torch.full((6,), 4))
 
 
 def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
     rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
     rank[::1000] = 3
     # All but 0.1 % lie in the first: more than 99.875 %.
-    assert least_top_k([rank, other], 1024, 64) == 1
+    assert choose_top_k([rank, other], 1024, 64) == 1
     rank[::250] = 3
-    assert least_top_k([rank, other], 1024, 64) == 4
+    assert choose_top_k([rank, other], 1024, 64) == 4
     other[:] = 5
-    assert least_top_k([rank, other], 1024, 64) == 8
+    assert choose_top_k([rank, other], 1024, 64) == 8
     # No more than half of the rows, centroids among them.
     rank[:] = 40
-    assert least_top_k([rank, other], 1024, 64) == 28
+    assert choose_top_k([rank, other], 1024, 64) == 28
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]
     both = [measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)]
     one = msgspec.structs.replace(Comparison.of(*both, torch.ones(5 * ANCHORS, dtype=torch.bool)), change=change)
     comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
-    found = list(head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
+    found = list(list_head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
     assert len(found) == len(expected)
     assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))
 
@@ -206,7 +206,7 @@ def test_learned_rows_are_better_than_means() -> None:
     means = means_of(taught := planted(3000, 1))
     centroids, step = learn_centroids([taught], [planted(1500, 2)], means, steps=60, seed=3)
     states, cluster, _ = planted(3000, 4)
-    before, after = (float((ranks(states, rows, cluster) < 1).double().mean()) for rows in (means, centroids))
+    before, after = (float((rank_clusters(states, rows, cluster) < 1).double().mean()) for rows in (means, centroids))
     assert after > before + 0.1 and step > 0
 
 
@@ -216,6 +216,8 @@ def test_what_is_best_on_the_worst_kind_is_kept() -> None:
     means, wrong = means_of(taught), taught._replace(choices=(taught.choices + 1) % CLUSTERS)
     alone, step = learn_centroids([wrong], [wrong], means, steps=60, seed=0)
     both, _ = learn_centroids([wrong], [wrong, right], means, steps=60, seed=0)
-    of_kinds = ([ranks(kind.states, rows, kind.choices) for kind in (wrong, right)] for rows in (both, means, alone))
+    of_kinds = (
+        [rank_clusters(kind.states, rows, kind.choices) for kind in (wrong, right)] for rows in (both, means, alone)
+    )
     kept, *others = (max(float(rank.double().median()) for rank in found) for found in of_kinds)
     assert step > 0 and kept <= min(others)

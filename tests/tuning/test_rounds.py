@@ -8,7 +8,14 @@ from torch import Tensor
 
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
 from mtp_extract.speculate.teacher import Text, teacher_forced
-from mtp_extract.tuning.rounds import Batch, Rounds, counted_drafts, random_anchors, states_of, target_positions
+from mtp_extract.tuning.rounds import (
+    Batch,
+    Rounds,
+    compute_states,
+    draw_anchors,
+    find_target_positions,
+    mark_counted_drafts,
+)
 
 from .conftest import Tiny
 
@@ -16,9 +23,9 @@ STEPS = 3
 
 
 def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
-    states = states_of(tiny.base, tiny.drafter.needs, texts)
+    states = compute_states(tiny.base, tiny.drafter.needs, texts)
     most = max(len(text.anchors) for text in texts)
-    anchors, real = random_anchors(texts, most, torch.Generator().manual_seed(0))
+    anchors, real = draw_anchors(texts, most, torch.Generator().manual_seed(0))
     return Batch.of(states, tiny.drafter.needs, anchors, real, torch.device("cpu"))
 
 
@@ -57,7 +64,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     # The base's choices are the tokens of its own greedy text.
     texts = list(tiny.texts)
     batch, forced = every_anchor(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
-    where, counts = target_positions(batch, STEPS), counted_drafts(batch, STEPS, greedy=True)
+    where, counts = find_target_positions(batch, STEPS), mark_counted_drafts(batch, STEPS, greedy=True)
     choices = batch.choices.flatten()[where]
     following = batch.fed.tokens.flatten()[(where + 1).clamp(max=batch.fed.tokens.numel() - 1)]
     assert torch.equal(choices[counts], following[counts])
@@ -68,7 +75,7 @@ def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
     tokens = list(tiny.texts[0].tokens)
     tokens[10] = (tokens[10] + 1) % 40
     batch = every_anchor(tiny, [Text(tuple(tokens), 3)])
-    greedy, sampled = (counted_drafts(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
+    greedy, sampled = (mark_counted_drafts(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
     at = {int(anchor): index for index, anchor in enumerate(batch.anchors[0])}
     # From 8: after 9 comes what the base would not have said, and the round has ended.
     assert greedy[:, at[8]].tolist() == [True, True, False]

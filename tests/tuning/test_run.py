@@ -201,11 +201,11 @@ def test_text_by_people(plan: Plans, tmp_path: Path) -> None:
     rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
     path = write_rows(tmp_path / "texts.jsonl", rows)
     found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
-    assert found.corpus.own > 5
+    assert found.corpus.own_count > 5
     assert found.comparisons.overall.texts == 5
     told = found.record["text_from"]
     assert told["kind"] == "people" and 0 < told["agreement"] < 1
     assert any(f"would have written {told['agreement']:.1%} of" in note for note in found.notes)
     validator("extraction")(verify(tmp_path / "tuned"))
-    shipped = [item for item, _ in found.corpus.held_out[found.corpus.own :]]
+    shipped = [item for item, _ in found.corpus.held_out[found.corpus.own_count :]]
     assert shipped and all(item.workload.endswith("(shipped)") for item in shipped)

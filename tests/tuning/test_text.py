@@ -20,7 +20,7 @@ from mtp_extract.tuning import corpus
 from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, gather_texts, was_trained_on
 from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
-from mtp_extract.tuning.text import Writer, people_texts
+from mtp_extract.tuning.text import Writer, encode_human_texts
 
 from .conftest import Plans, on_sides, write_rows
 
@@ -55,17 +55,17 @@ def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
         (long, True, chat(tokenizer, system, user)),
         (short, False, plain),
     ):
-        assert people_texts(item, writing(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
-    assert people_texts(Prompt("w", "Why?"), writing(tokenizer)) == [Text(plain, 1)]
+        assert encode_human_texts(item, writing(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
+    assert encode_human_texts(Prompt("w", "Why?"), writing(tokenizer)) == [Text(plain, 1)]
     with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why"):
-        people_texts(Prompt("w", (user,)), writing(tokenizer))
+        encode_human_texts(Prompt("w", (user,)), writing(tokenizer))
 
 
 def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
     text, answered = Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)
     short = writing(tokenizer, length=5)
-    assert people_texts(answered, short) == people_texts(answered, writing(tokenizer))
-    (whole,), windows = people_texts(text, writing(tokenizer)), people_texts(text, short)
+    assert encode_human_texts(answered, short) == encode_human_texts(answered, writing(tokenizer))
+    (whole,), windows = encode_human_texts(text, writing(tokenizer)), encode_human_texts(text, short)
     assert len(windows) > 3 and {len(window.continuation) for window in windows[:-1]} == {5}
     assert [token for window in windows for token in window.continuation] == list(whole.continuation)
     assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
@@ -83,7 +83,7 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path
     path = write_rows(tmp_path / "texts.jsonl", rows)
     found = gather_texts(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
     # Of those that end alike the first trained ones are left.
-    assert (len(found.trained), len(found.watched), found.own) == (7 - 2, 8 - 4, 9 - 4)
+    assert (len(found.trained), len(found.watched), found.own_count) == (7 - 2, 8 - 4, 9 - 4)
     tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
     assert len(set(tails)) == len(tails)
 
@@ -94,7 +94,7 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
     """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
     pair = Pair(plan(tmp_path / "tuned"))
     once = gather_texts(pair)
-    monkeypatch.setattr(corpus, "_further_kinds", lambda *of: [[once.held_out[0][1]]])
+    monkeypatch.setattr(corpus, "_write_further_kinds", lambda *of: [[once.held_out[0][1]]])
     again = gather_texts(pair)
     assert again.kinds[1] == (once.held_out[0][1],) and again.held_out == once.held_out[1:]
 
@@ -121,9 +121,9 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
     found, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
     measured = Acceptance.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
-    assert found.balanced(measured) == pytest.approx((4 + 1) / 2)
+    assert found.compute_score(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
-    assert found.balanced(few) == few.teacher_forced > 4 - 1
+    assert found.compute_score(few) == few.teacher_forced > 4 - 1
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])

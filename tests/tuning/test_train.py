@@ -21,7 +21,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import rounds
 from mtp_extract.tuning.latents import Latents
-from mtp_extract.tuning.rounds import States, states_of
+from mtp_extract.tuning.rounds import States, compute_states
 from mtp_extract.tuning.train import PATIENCE, TrainingProgress
 from mtp_extract.tuning.work import replace_file
 
@@ -174,8 +174,8 @@ def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Counts forwards of the base, of groups of two texts."""
     monkeypatch.setattr(rounds, "_TOKENS_AT_ONCE", 48)
-    counted = Mock(side_effect=states_of)
-    monkeypatch.setattr(rounds, "states_of", counted)
+    counted = Mock(side_effect=compute_states)
+    monkeypatch.setattr(rounds, "compute_states", counted)
     return counted
 
 
@@ -187,16 +187,16 @@ def test_states_are_the_same_wherever_they_are_kept(
     base = Base(copy.deepcopy(tiny.base.model).to(dtype))
     needs = BaseRequirements(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
     texts = [*tiny.texts, tiny.texts[0]]
-    expected = States(base, needs, texts, 4).of(texts)
+    expected = States(base, needs, texts, 4).look_up(texts)
     size = sum(part.nbytes for item in expected[:-1] for part in item.values())
     groups = forwards.call_count
     assert groups == 4
     for free, again in ((1 << 21, 0), (0, groups), (size, 3)):
         monkeypatch.setattr(rounds, "free_memory", lambda device, free=free: free)
         states = States(base, needs, texts, 4)
-        states.of(texts)
+        states.look_up(texts)
         forwards.reset_mock()
-        found = states.of(texts[::-1])[::-1]
+        found = states.look_up(texts[::-1])[::-1]
         assert 0 < forwards.call_count <= again or forwards.call_count == again
         for one, other in zip(expected, found, strict=True):
             assert one.keys() == other.keys()
@@ -207,5 +207,5 @@ def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
     """So that no other is computed again with it; and never more together than a batch."""
     lengths = [4] * 5 + [30] * 2 + [100] * 2
     texts = [Text(tuple(token % 40 for token in range(n, n + length)), 1) for n, length in enumerate(lengths)]
-    States(tiny.base, tiny.drafter.needs, texts, 3).of(texts)
+    States(tiny.base, tiny.drafter.needs, texts, 3).look_up(texts)
     assert [len(call.args[2]) for call in forwards.call_args_list] == [3, 2, 1, 1, 1, 1]

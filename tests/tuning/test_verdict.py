@@ -45,10 +45,10 @@ def compared(
 
 def test_few_texts_show_no_gain() -> None:
     few, many = (compared(("code",) * n, n, measured(n, 0.3), measured(n, 0.8)) for n in (4, 20))
-    (reason,) = few.refused()
+    (reason,) = few.list_refusals()
     assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
     assert reason.endswith("teacher-forced +1.000, not decided: 4 texts, at least 5 are needed)")
-    assert not list(many.refused())
+    assert not list(many.list_refusals())
 
 
 def test_harm_that_could_not_be_seen_is_said() -> None:
@@ -56,15 +56,17 @@ def test_harm_that_could_not_be_seen_is_said() -> None:
     both, trained = (measured(37, 0.3), measured(37, 0.8)), [text(number) for number in range(37)]
     of = (*["code"] * 30, "prose", *["chat (shipped)"] * 6), ("code",) * 37
     few, enough, known = compared(of[0], 30, *both), compared(of[1], 30, *both), compared(of[1], 37, *both, trained)
-    assert not [*few.refused(), *enough.refused(), *known.refused()]
-    assert "too few held-out texts: prose (1)." in "".join(few.undecided()) and not list(enough.undecided())
-    assert known.unseen is None and "what no training text has (0)" in "".join(known.undecided())
+    assert not [*few.list_refusals(), *enough.list_refusals(), *known.list_refusals()]
+    assert "too few held-out texts: prose (1)." in "".join(few.describe_undecided()) and not list(
+        enough.describe_undecided()
+    )
+    assert known.unseen is None and "what no training text has (0)" in "".join(known.describe_undecided())
 
 
 def test_harm_on_a_workload_refuses() -> None:
     before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
     found = compared((*["code"] * 20, *["prose"] * 20), 20, before, after, [text(number) for number in range(40)])
-    (reason,) = found.refused()
+    (reason,) = found.list_refusals()
     assert reason.startswith("it is worse on prose (-1.000, -")
 
 
@@ -76,7 +78,7 @@ def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
     after = Acceptance.over(places.text, places.anchor, both * ~even)
     found = compared(("code",) * 20, 20, before, after)
     assert found.overall.change.interval and found.overall.change.interval.low > 0
-    (reason,) = found.refused()
+    (reason,) = found.list_refusals()
     assert "(300 before, 320 after: ratio 0.938, 0." in reason
 
 
@@ -94,9 +96,9 @@ def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
     found = compared(("code",) * 40, 40, before, after, trained)
     assert found.unseen and found.unseen.anchors == 20 * ANCHORS
     assert found.unseen.change.interval and found.unseen.change.interval.high < 0
-    (reason,) = found.refused()
+    (reason,) = found.list_refusals()
     assert reason.startswith("it may lose more than 0.05 teacher-forced tokens per round where drafts continue what no")
-    assert not list(compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).refused())
+    assert not list(compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).list_refusals())
 
 
 def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +119,7 @@ def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
     same = compared(("code",) * 20, 20, measured(20, 0.5), measured(20, 0.5))
     corpus = Corpus(((text(0),),), (), (), 0)
     record = {"best_step": 0, "steps_done": 40, "numbers": 8, "interrupted": False}
-    refused = tuple(same.refused())
+    refused = tuple(same.list_refusals())
     outcome = Outcome(None, refused, same, corpus, record, ("of the base",))
     monkeypatch.setattr("mtp_extract.api.tune", lambda *_: outcome)
     with pytest.raises(typer.Exit) as end:
