@@ -1,7 +1,7 @@
 """The model card of a checkpoint directory: ``README.md`` with the Hub's metadata.
 
-The same records and words give the same bytes: no dates, no network. Names come from files that nobody vouches for:
-what a paragraph states of them goes through :mod:`.markdown`, what the metadata states through JSON, which is YAML.
+The same record and words give the same bytes: no dates, no network. Names come from untrusted files: in paragraphs
+:mod:`.markdown` escapes them, and the metadata is written as JSON, which is valid YAML.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 PROVEN: Final = "proven"
 MEASURED: Final = "measured"
 NAMED: Final = "named"
-"""How sure it is that a checkpoint computes what its file computes: the same for every input, as its graph shows; the
-same as Google's interpreter for so many inputs; or nothing but that its weights were found, by place and by name.
+"""The evidence that a checkpoint computes what its file computes: proven for every input from the graph; measured
+against Google's interpreter on some inputs; or none, as the weights were only identified by place and name.
 """
 
 _VERDICT_WORDS = {PROVEN: "Verified", MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
 
 
 def verdict_word(evidence: str | None, *, is_refuted: bool = False) -> str:
-    """The verdict in a word or two, of what this run has shown: the one place where it is said.
+    """Return the verdict on what this run has shown, in a few words; every command takes it from here.
 
     Args:
-        evidence: :data:`PROVEN`, :data:`MEASURED` or :data:`NAMED`; None where nothing was shown.
-        is_refuted: whether it was shown that the checkpoint is not what its file holds.
+        evidence: :data:`PROVEN`, :data:`MEASURED` or :data:`NAMED`; None without evidence.
+        is_refuted: whether the checkpoint was shown to differ from its file.
     """
     return "Refuted" if is_refuted else _VERDICT_WORDS.get(evidence or "", "Not verified")
 
 
 class Verdict(Excerpt):
-    """What the card states of a ``report.json``."""
+    """The fields of a ``report.json`` that the card shows."""
 
     refuted: bool
     verdict: str
@@ -53,10 +53,10 @@ class Verdict(Excerpt):
 
 @dataclass(frozen=True)
 class CardWords:
-    """What whoever publishes a checkpoint says on its card; None where the record says it.
+    """A publisher's statements for the card; None leaves it to the record.
 
     Raises:
-        PlanError: one of them is nothing of the kind.
+        PlanError: a value is not of its form.
     """
 
     license: str | None = None  # as the Hub calls it: apache-2.0, gemma, …
@@ -75,12 +75,12 @@ UNSAID = CardWords()
 def model_card(
     record: Mapping[str, Any], limits: Sequence[str] = (), report: Verdict | None = None, words: CardWords = UNSAID
 ) -> str:
-    """The text of ``README.md`` for a checkpoint directory whose ``extraction.json`` holds ``record``.
+    """Return the text of ``README.md`` for a checkpoint directory whose ``extraction.json`` holds ``record``.
 
     Args:
-        limits: where an engine does not do what the bundle says, as the format notes it.
-        report: of the ``report.json`` that ``mtp-validate`` wrote, or None.
-        words: what whoever publishes it says on it.
+        limits: the format's notes on what an engine computes differently than the bundle.
+        report: the verdict of the ``report.json`` that ``mtp-validate`` wrote, if any.
+        words: the publisher's statements.
     """
     kind = architecture_in(record["layout"])
     base = _find_base(record, words)
@@ -108,17 +108,17 @@ def model_card(
 
 
 def build_card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
-    """The card's YAML header as a dict, in the order in which it is written."""
+    """Return the card's YAML header as a dict, in the order in which it is written."""
     license_ = license_of(record)
     base = _find_base(record, words)
     tags = ["speculative-decoding", "draft-model", "gemma4", "mtp-extract"]
     metadata = {
-        # What the Hub calls a licence that is none of those it lists.
+        # "other" is the Hub's name for a licence that it does not list.
         "license": words.license or (license_["id"] if license_ else "other"),
         "license_link": license_["url"] if license_ and not words.license else None,
         "base_model": [base] if base else None,
-        # Of the Hub's four relations (adapter, finetune, merge, quantized) the one of what is of no use without its
-        # base; where none is stated, the Hub takes a finetune, and of a GGUF a quantized base.
+        # Of the Hub's four relations (adapter, finetune, merge, quantized), adapter is the one that needs its base.
+        # Without a relation the Hub assumes a finetune, and for a GGUF a quantized base.
         "base_model_relation": "adapter" if base else None,
         "library_name": EVERY[record["layout"]].library or None,
         "pipeline_tag": "text-generation",
@@ -128,19 +128,20 @@ def build_card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) ->
 
 
 def _find_base(record: Mapping[str, Any], words: CardWords) -> str | None:
-    """Hub id of the base: a head's own configuration may name it, or a directory, which means nothing elsewhere."""
+    """Return the Hub id of the base; a local directory, which a head's config may name, does not count."""
     named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
     return next((name for name in named if isinstance(name, str) and _HUB_ID.fullmatch(name)), None)
 
 
 def roundings(*steps: Mapping[str, Any]) -> list[str]:
-    """What numbers were rounded to in ``steps``, and the rules by which codes were made, each once."""
+    """Return the dtypes and quantization rules that ``steps`` rounded to, sorted, each once."""
     return sorted({word for step in steps for word in (*step["rounded"], step["rule"]) if word})
 
 
 def _format_source_argument(record: Mapping[str, Any]) -> str:
-    """How to name the bundle on a command line, as one shell word, as exactly as the record allows."""
-    provenance, bundle = record["source"]["provenance"], bundle_of(record) or {}
+    """Return the bundle's address as one shell word, as exact as the record allows."""
+    provenance = record["source"]["provenance"]
+    bundle = bundle_of(record) or {}
     repository, path, commit = (provenance.get(key) for key in ("repository", "path", "commit"))
     if not (repository and path):
         repository = bundle.get("repository")

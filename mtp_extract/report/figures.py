@@ -1,6 +1,6 @@
-"""The pictures of reports, drawn with matplotlib as SVG, narrow enough to be read on a phone.
+"""Charts of a report, drawn with matplotlib as SVG, narrow enough to be read on a phone.
 
-Colours are after Okabe and Ito, told apart by readers of every colour vision.
+The colours, after Okabe and Ito, can be told apart with every colour vision.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _STYLE: dict[Any, Any] = {
 }
 
 Point = tuple[float, Ends]
-"""A value with its interval."""
+"""A value and the ends of its interval."""
 
 
 def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = ".2f", strong: str = "") -> str:
-    """Horizontal bars from 0, the first row on top, each row's name above its bars, a bar for each of ``series``.
+    """Return a chart of horizontal bars: for each row its name and below it a bar for each of ``series``.
 
     Args:
-        series: by name, and in each the rows by name.
-        form: of the numbers that stand at the bars.
-        strong: the row that stands out where there is one series.
+        series: rows by name, by the name of the series; the first row is on top.
+        form: format of the numbers at the bars.
+        strong: the row to highlight if there is one series.
     """
     names = list(dict.fromkeys(name for rows in series.values() for name in rows))
 
@@ -63,11 +63,11 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
 
 
 def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
-    """Percentages by draft step, from the first; a line for each of ``series``."""
+    """Return a chart of percentages by draft step (from 1), with a line for each of ``series``."""
 
     def draw(axes: Any) -> None:
         for index, (name, points) in enumerate(series.items()):
-            # Beside each other: bars of those that are nearly alike would hide one another.
+            # Shift the series sideways: error bars of nearly equal values would hide each other.
             places = [at + 1 + 0.08 * (index - (len(series) - 1) / 2) for at in range(len(points))]
             look: dict[str, Any] = {"color": _COLOURS[index], "marker": _MARKERS[index], "markersize": 5}
             values = [value for value, _ in points]
@@ -79,13 +79,13 @@ def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
 
 
 def _render_svg(draw: Callable[[Any], None], height: float, legend: bool) -> str:
-    """The address of what is drawn on axes of ``height`` inches."""
+    """Return the data URL of what ``draw`` draws on axes of ``height`` inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     file = BytesIO()
     with rc_context(_STYLE), warnings.catch_warnings():
-        # It is the reader's font that has the letters, or has not.
+        # Text is rendered with the reader's font, so matplotlib's font does not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(axes := figure.subplots())
@@ -96,7 +96,7 @@ def _render_svg(draw: Callable[[Any], None], height: float, legend: bool) -> str
 
 
 def _compute_error_bars(points: Sequence[Point]) -> list[list[float]]:
-    """How far error bars reach below and above; not at all where there is no interval."""
+    """Return the lengths of the error bars below and above; 0 without an interval."""
     reach = [(value - ends[0], ends[1] - value) if ends else (0.0, 0.0) for value, ends in points]
     return [[max(0.0, pair[side]) for pair in reach] for side in (0, 1)]
 

@@ -1,4 +1,4 @@
-"""Names of the files that a report of a validation consists of. A checkpoint's directory may hold them."""
+"""Names of the files of a validation report, which a checkpoint's directory may contain."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ PAGE_FILE = "report.html"
 PAIR = "pair.json"
 REPORT_FILES = frozenset({REPORT, PAGE_FILE, PAIR})
 REPORT_LISTED = listing(REPORT, REPORT_FILES)
-"""What of a report's directory may be replaced."""
+"""The files in a report's directory that may be overwritten."""

@@ -1,7 +1,7 @@
-"""A report as one page of HTML that needs nothing else: no network, no script, pictures inside.
+"""Renders a report as one self-contained HTML page: no network, no script, pictures inside.
 
-``page.html`` beside this file is what it looks like. Names come from files, servers and users: every word is escaped,
-what is not to be seen in it is spelled out, and the page forbids itself to load anything.
+``page.html`` beside this file is the template. Names come from untrusted files, servers and users: every value is
+escaped, invisible characters are spelled out, and the page's policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ _NUMBER = r"[−+-]?[\d.,]*\d(?:e[+-]?\d+)?[×%]?(?:/\d+)?"
 
 @dataclass(frozen=True)
 class Headline:
-    """A large figure at the head of a page."""
+    """A large figure at the top of a page."""
 
     name: str
-    value: str  # the figure; empty where it was not measured
-    of: str  # what it was measured over, with its interval; or why it was not
-    means: str  # what ``name`` means, in a line
+    value: str  # the figure; empty if it was not measured
+    of: str  # what it was measured on, with its interval; or why it was not measured
+    means: str  # explains ``name`` in a line
     standing: Literal["", "good", "bad"] = ""
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """One table of a report, as the page and the terminal show it."""
+    """A table of a report, for the page and the terminal."""
 
     title: str
-    columns: Sequence[str]  # their titles; percentages say so here
+    columns: Sequence[str]  # titles, with the unit
     rows: Sequence[Sequence[str | int]]
-    what: str = ""  # what it shows, in a line
-    about: str = ""  # what its columns mean, and how it was measured; for readers who were not there
-    picture: Callable[[], str] | None = None  # draws it: the address of an SVG, by :mod:`mtp_extract.report.figures`
-    folded: bool = False  # only for who looks closer
+    what: str = ""  # summary of the table in a line
+    about: str = ""  # explains the columns and the measurement
+    picture: Callable[[], str] | None = None  # returns the data URL of a chart, of :mod:`mtp_extract.report.figures`
+    folded: bool = False  # hidden until the reader opens it
 
     @property
     def room(self) -> str:
-        """Its class by the room that it wants: how wide its place must be for its rows to be rows."""
-        longest, columns = max((len(str(cell)) for row in self.rows for cell in row), default=0), len(self.columns)
+        """CSS class for the width that the rows need."""
+        longest = max((len(str(cell)) for row in self.rows for cell in row), default=0)
+        columns = len(self.columns)
         if columns < 3 or (columns < 6 and longest < 30):
             return "narrow"
         return "medium" if columns < 7 else "wide"
@@ -56,36 +57,37 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Page:
-    """A report as a reader sees it."""
+    """The content of a page."""
 
     title: str
-    about: str  # what was measured beside what, in a line
+    about: str  # what was measured, in a line
     verdict: str
     tables: Sequence[ReportTable]
     headlines: Sequence[Headline] = ()
     notes: Sequence[str] = ()
-    measured: str = ""  # when and how, in a line at the foot
+    measured: str = ""  # when and how, a line at the bottom
 
 
 def as_json(record: object) -> bytes:
-    """``record`` as a file holds it: indented, with null for a number that does not exist."""
+    """Encode ``record`` as an indented JSON file, with null for NaN."""
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
 def plain_json(record: object) -> Any:
-    """``record`` of JSON's own types."""
+    """Convert ``record`` to dicts, lists, strings, numbers and None, as in its JSON."""
     return msgspec.json.decode(as_json(record))
 
 
 def as_html(page: Page) -> str:
-    """The page; without pictures where matplotlib is missing, which a note says."""
-    tables, drawn = sorted(page.tables, key=lambda table: table.folded), find_spec("matplotlib") is not None
+    """Render ``page`` as HTML; without matplotlib, a note replaces the charts."""
+    tables = sorted(page.tables, key=lambda table: table.folded)
+    drawn = find_spec("matplotlib") is not None
     values: dict[str, Any] = {"page": page, "tables": tables, "drawn": drawn, "version": __version__}
     return render_template("page.html", lambda value: escape(escape_invisible(value)), {"cell": _render_cell}, **values)
 
 
 def _render_cell(text: str) -> str:
-    """A cell's content: the interval of a number below it, a long name broken at its parts first."""
+    """Render a cell: a number's interval is small, and a name may break after ``_``, ``/`` and ``.``."""
     if parts := re.fullmatch(rf"({_NUMBER})(?: (\(.*\)[×%]?))?", text):
         interval = f" <small>{escape(parts[2])}</small>" if parts[2] else ""
         return f'<span class="number">{escape(parts[1])}</span>{interval}'

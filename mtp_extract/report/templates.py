@@ -1,4 +1,4 @@
-"""The templates beside this file, filled in: no value from outside is markup in what comes of it."""
+"""Renders the templates beside this file; no value from outside becomes markup."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 def render_template(
     name: str, escape: Callable[[object], str], filters: Mapping[str, Callable[[str], str]], **values: Any
 ) -> str:
-    """The template called ``name`` with ``values``.
+    """Render the template ``name`` with ``values``.
 
     Args:
-        escape: makes what it is given text of the document's language, and is put to every value.
-        filters: by name in the template: make markup of a text themselves, and escape what is in it.
+        escape: escapes a value for the document's language; applied to every value.
+        filters: functions by name that return markup, and escape their text themselves.
     """
-    # Imported here: only what writes a document pays for it.
+    # Imported here, as few commands write a document.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -1,14 +1,14 @@
-"""Measures a running server: speed with and without a drafter, and what came of its drafts.
+"""Measures a running server: its speed with and without a drafter, and the acceptance of its drafts.
 
-Requests roll: as soon as one has ended the next is sent. They are cut into windows, which go to server and baseline in
-turn, either first every other time, so that drift meets both. One request at a time is a window of its own.
+As soon as a request has ended, the next is sent. The requests are divided into windows, which server and baseline get
+in turn, each of them first every other time, so that a drift affects both. With concurrency 1, a window is one request.
 
-What was drafted, the server says: in its answers, else in its counters, which are everybody's. Where these moved by
-other than what was asked here, or by what is impossible, they are left out: nothing is estimated.
+Draft counts come from the server: from its answers, else from its counters, which all its users share. Counters that
+moved by something else than these requests, or by impossible amounts, are left out: nothing is estimated.
 
-Of one answer, *tokens per second* is the tokens after the first text, by the server's own count, over the time from
-that text to the last event, as ``vllm bench serve`` has it; of several, both are added up first. Thoughts that are
-counted and not streamed came before the first text: they are no part of it.
+*Tokens per second* is the number of tokens after the first text, as the server counts, over the time from that text to
+the last event, as in ``vllm bench serve``; for several answers, both are summed first. Thoughts that are counted but
+not streamed precede the first text, so they are not included.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Sid
 from mtp_extract.serving.verdict import conclude_benchmark
 
 _SETTINGS = ("max_tokens", "temperature", "concurrency", "warm_up", "chat_template")
-_MOST_FAILURES = 8  # in a row, after which a server is taken to be gone
+_MOST_FAILURES = 8  # in a row, after which the benchmark ends
 
 
 def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
-    """As :func:`mtp_extract.bench`; more than a few answers in a row that fail end it, too."""
+    """Run ``plan``, as :func:`mtp_extract.bench` describes; several failures in a row end it too."""
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template, text_alone=False)
-    # A prompt that repeats another says nothing new, however often it is asked.
+    # Drop repeated prompts, which measure nothing new.
     prompts = list({prompt.key: prompt for prompt in reversed(all_prompts)}.values())[::-1]
     with ExitStack() as stack:
         servers = {
@@ -67,24 +67,25 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
 
 @dataclass(frozen=True)
 class _Run:
-    """A benchmark under way."""
+    """A running benchmark."""
 
     plan: BenchPlan
     prompts: Sequence[Prompt]
-    questions: Sequence[Mapping[str, Any]]  # of the prompts
+    questions: Sequence[Mapping[str, Any]]  # the request for each prompt
     servers: Mapping[str, Server]  # by side
-    windows: dict[str, list[Window]]  # by side, those that were measured
+    windows: dict[str, list[Window]]  # by side, those measured so far
 
     def warm_up(self, reporter: Reporter) -> None:
-        """The first requests, which are not measured: what fails in these fails in all."""
+        """Send the first requests without measuring them; an error of one of them ends the benchmark."""
         requests = self.plan.warm_up
         for server in self.servers.values():
             reporter.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
             server.ask(self.questions[:requests], self.plan.concurrency)
 
     def ask_all(self, reporter: Reporter) -> None:
-        """Every prompt of every server, by window; a ServerError where no answer, or none of the last, can be used."""
-        # A window fills what may be in flight four times, with all workloads alike: it takes every so many-th prompt.
+        """Send every prompt to every server, by window; raise ServerError if all requests, or the last ones, failed."""
+        # A window has four times as many requests as may be in flight. It takes every count-th prompt, so that all
+        # windows have the same mix of workloads.
         concurrency, size = self.plan.concurrency, len(self.prompts)
         count = max(1, size // (1 if concurrency == 1 else 4 * concurrency))
         parts = [range(part, size, count) for part in range(count)]
@@ -100,7 +101,7 @@ class _Run:
                 raise ServerError(windows[-1].failures[-1].reason)
 
     def _ask_window(self, server: Server, part: Sequence[int]) -> Window:
-        """The prompts of these numbers, asked of ``server``."""
+        """Send the prompts whose numbers are in ``part`` to ``server``."""
         before = server.counters()
         started = time.perf_counter()
         results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)
@@ -119,12 +120,12 @@ class _Run:
         if not failures:
             counted = server.counted(before, answers, self.plan.max_tokens * len(answers))
             return Window(requests, seconds, *counted)
-        # Nobody says what part failures have in the page's counters: the answers' own are left.
+        # Failed requests move the page's counters by an unknown amount: use only the counts in answers.
         return Window(requests, seconds, sum_counters(answers) if answers else Counters(), False, failures)
 
     def build_result(self, ended_early: str | None = None) -> Benchmark:
-        """Of all windows so far."""
-        # What is drawn at random differs by chance.
+        """Return the benchmark of all windows so far."""
+        # Sampled texts differ by chance, so only greedy ones are compared.
         is_compared = self.plan.baseline is not None and self.plan.temperature == 0
         if is_compared:
             _compare_texts(self.windows)
@@ -146,18 +147,18 @@ class _Run:
 
 
 def _check_alive(windows: Sequence[Window]) -> None:
-    """Raise the last failure as a ServerError where many came after the last answer."""
-    in_a_row = 0
+    """Raise the last failure as a ServerError if many requests failed since the last answer."""
+    failures = 0
     for window in reversed(windows):
         if window.requests:
             break
-        in_a_row += len(window.failures)
-    if in_a_row >= _MOST_FAILURES:
+        failures += len(window.failures)
+    if failures >= _MOST_FAILURES:
         raise ServerError(windows[-1].failures[-1].reason)
 
 
 def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
-    """Write into each request of the server where its text leaves the baseline's."""
+    """Set ``leaves_at`` of each request: where its text begins to differ from the baseline's."""
     baseline = {request.prompt: request.answer.text for request in list_requests(windows["baseline"])}
     for request in list_requests(windows["server"]):
         if request.prompt in baseline:
@@ -166,7 +167,10 @@ def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
 
 
 def benchmark_figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
-    """Of the workloads ``names`` in all ``windows`` by side; ``compared``: whether texts were, with the baseline's."""
+    """Compute the figures of the workloads ``names``, from ``windows`` by side.
+
+    ``compared`` says whether the texts were compared with the baseline's.
+    """
     requests = {side: select_requests(of_side, names) for side, of_side in windows.items()}
     in_baseline = {request.prompt for request in requests.get("baseline", ())}
     answered_by_both = [request for request in requests["server"] if request.prompt in in_baseline]
@@ -181,7 +185,7 @@ def benchmark_figures(windows: Mapping[str, Sequence[Window]], names: Collection
 
 def _compute_speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[int, tuple[int, float]]) -> Figure:
     """Return how much faster the server is; arguments are those of :func:`_collect_times`."""
-    # Σ seconds the baseline takes for the server's tokens / Σ seconds the server takes
+    # Σ seconds that the baseline would take for the server's tokens / Σ seconds of the server
     prompts = sorted(server.keys() & baseline.keys())
     would_take = list[float]()
     took = list[float]()
@@ -194,12 +198,11 @@ def _compute_speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[
 
 
 def select_requests(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
-    """The answered requests of the workloads ``names``."""
     return [request for request in list_requests(windows) if request.workload in names]
 
 
 def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
-    """What one server did for the workloads ``names``."""
+    """Compute the figures of one server for the workloads ``names``."""
     requests = select_requests(windows, names)
     is_all = len(requests) == len(list_requests(windows))
     tokens = sum_counts(request.answer.tokens for request in requests)
@@ -219,7 +222,7 @@ def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
 
 
 def _summarize_drafts(windows: Sequence[Window], names: Collection[str]) -> dict[str, Any]:
-    """Drafts, as a Side has them; what is not counted in all it is compared with is left out."""
+    """Return the fields of a Side about drafts; each ratio uses only the windows that count both of its terms."""
     units = list(filter(None, (_find_counters(window, names) for window in windows)))
     judged = [unit for unit in units if unit.drafted is not None]
     in_rounds = [unit for unit in units if unit.rounds]
@@ -240,26 +243,29 @@ def _summarize_drafts(windows: Sequence[Window], names: Collection[str]) -> dict
 
 
 def _compute_tokens_per_round(units: Sequence[Counters], *, is_bounded: bool) -> Figure:
-    """1 + accepted / rounds of ``units`` with rounds; an interval only where all drafts are known (``is_bounded``)."""
+    """Return 1 + accepted / rounds of ``units``, which have rounds.
+
+    It has an interval only if ``is_bounded``, which means that all drafts are counted.
+    """
     rounds = [unit.rounds or 1 for unit in units]
     accepted = [unit.accepted or 0 for unit in units]
-    # No round accepts more than rounds drafted on the mean of any window: their quotient, rounded up.
+    # The most drafts that a round may accept, for the interval: the highest mean of drafts per round of any window.
     most = [-(-max(unit.drafted or 0, hits) // size) for unit, hits, size in zip(units, accepted, rounds, strict=True)]
     length = _compute_figure(share_bounds, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
     return length if is_bounded else Figure(length.value, length.n)
 
 
 def _compute_acceptance_by_position(units: Sequence[Counters]) -> list[Figure]:
-    """By position: accepted there / rounds, of ``units`` with rounds and positions."""
+    """Return accepted drafts / rounds by position, of ``units`` that have rounds and positions."""
     rounds = [unit.rounds or 0 for unit in units]
     by_position = zip_longest(*(unit.positions or () for unit in units), fillvalue=0)
     return [_compute_figure(share_bounds, hits, rounds, sum(rounds)) for hits in by_position]
 
 
 def _find_counters(window: Window, names: Collection[str]) -> Counters | None:
-    """What came of the drafts of ``names`` in ``window``; None where nothing says it."""
+    """Return the counters of the workloads ``names`` in ``window``; None if their drafts are not counted."""
     requests = select_requests([window], names)
-    # A page says nothing of one workload among several.
+    # The page's counters cannot be divided between workloads.
     is_all = len(requests) == len(window.requests)
     counters = window.counted if is_all else sum_counters([request.answer for request in requests])
     return counters if requests and counters.accepted is not None else None
@@ -273,14 +279,14 @@ def _compute_figure(
     scale: int = 1,
     least: int = 0,
 ) -> Figure:
-    """``least`` + Σ ``sums`` / Σ ``sizes``; of a share, what a size may have is ``scale``."""
+    """Return ``least`` + Σ ``sums`` / Σ ``sizes``; for a share, each sum is at most ``scale`` times its size."""
     interval = over_texts(bounds, [value / scale for value in sums], sizes)
     value = least + sum(sums) / sum(sizes) if sum(sizes) else None
     return Figure(value, n, list(interval.scaled(scale, least)) if interval else None)
 
 
 def _collect_times(requests: Sequence[Request]) -> dict[int, tuple[int, float]]:
-    """By prompt: tokens after the first text, and seconds; none of an answer that took no measurable time."""
+    """Return by prompt the tokens after the first text, and their seconds, if these are measurable."""
     pairs = {request.prompt: (request.answer.timed_tokens or 0, request.answer.seconds) for request in requests}
     return {prompt: pair for prompt, pair in pairs.items() if min(pair) > 0}
 

@@ -1,8 +1,8 @@
 """A client of OpenAI-compatible servers: vLLM, SGLang, llama-server, mlx-vlm's, and others with the same protocol.
 
-Answers are streamed, and every event is timed as it arrives. What a server sends is untrusted: it is bounded in size
-and time, checked in type, and its counts are compared with what was asked for. huggingface_hub's own HTTP client is
-not used: it may be offline, or hold what an application put there for the Hub.
+Answers are streamed, and every event is timed as it arrives. Replies are untrusted: their size, time and types are
+limited, and counts are compared with the request. huggingface_hub's HTTP client is not used, as it may be offline or
+have an application's settings for the Hub.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ Clock = Callable[[], float]
 
 _PAGE_TIMEOUT, _ANSWER_TIMEOUT = 30.0, 300.0  # seconds
 _LARGEST_PAGE, _LARGEST_TOKEN = 1 << 24, 1 << 14  # bytes
-_SETTLING_TIME, _POLL_INTERVAL = 2.0, 0.05  # seconds that counters may trail behind answers, and between looks
-_BEYOND_LIMIT = 1  # tokens that an answer may have beyond the limit: servers count the one that ends it, or do not
+_SETTLING_TIME = 2.0  # seconds that counters may lag behind answers
+_POLL_INTERVAL = 0.05  # seconds
+_BEYOND_LIMIT = 1  # tokens of an answer beyond the limit: some servers also count the one that ends it
 _MARKS = 8  # tokens without text: those that begin and end an answer, or thoughts
-_BY_BOTH = ("requests", "tokens", "drafted", "accepted")  # counters that answers and pages agree on
+_BY_BOTH = ("requests", "tokens", "drafted", "accepted")  # counters that answers and pages define alike
 
 
 def question(
     prompt: str | Sequence[Mapping[str, Any]], max_tokens: int, chat: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """The request for at most ``max_tokens`` tokens after ``prompt``: text, or messages with ``role`` and ``content``.
+    """Return the request for at most ``max_tokens`` tokens after ``prompt``: text, or messages.
 
-    Text is what a user says in a ``chat``, or else continued. ``more`` are further fields, such as ``temperature``.
+    Text is a user's message in a ``chat``, else it is continued. ``more`` has other fields, such as ``temperature``.
     """
     if isinstance(prompt, str) and not chat:
         return {"prompt": prompt, "max_tokens": max_tokens, **more}
@@ -58,7 +59,7 @@ def question(
 
 
 class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
-    """One answer. Null is what the server does not report."""
+    """An answer; null means that the server does not report it."""
 
     text: str  #: all that was written, reasoning included, in order
     tokens: Count | None  #: generated, as the server counts
@@ -75,9 +76,9 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
 
     @property
     def timed_tokens(self) -> int | None:
-        """Tokens that came after the first text, which are those of ``seconds``; None where nothing says how many.
+        """Tokens after the first text, which took ``seconds``; None if unknown.
 
-        The first text counts as one token, as in ``vllm bench serve``, unless the server says how many came by then.
+        The first text counts as one token, as in ``vllm bench serve``, unless the server reports how many it has.
         """
         if self.tokens is None or (self.unstreamed and self.first_tokens is None):
             return None
@@ -85,14 +86,14 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
 
 
 class _Choice(msgspec.Struct):
-    """A choice in an event, or the delta in one."""
+    """A choice in an event, or its delta or message."""
 
     text: str | None = None
     content: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # some servers say it under both names
+    reasoning_content: str | None = None  # some servers send both names
     delta: _Choice | None = None
-    message: _Choice | None = None  # of an answer that is no stream
+    message: _Choice | None = None  # in an answer that is not streamed
     finish_reason: str | None = None
     token_ids: tuple[Count, ...] | None = None
     prompt_token_ids: tuple[Count, ...] | None = None
@@ -102,36 +103,36 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens: Count | None = None
     reasoning_tokens: Count | None = None  # SGLang
-    completion_tokens_details: Any = None  # others say it in here
+    completion_tokens_details: Any = None  # other servers than SGLang
 
     @property
     def thoughts(self) -> int:
-        """Tokens of thoughts among those of the completion; 0 where it does not say."""
+        """Tokens of thoughts among the completion's; 0 if not reported."""
         count = self.reasoning_tokens or get_field(self.completion_tokens_details, "reasoning_tokens")
         return count if isinstance(count, int) else 0
 
 
 class _Event(msgspec.Struct):
-    choices: tuple[_Choice, ...] | None = None  # one is asked for
+    choices: tuple[_Choice, ...] | None = None  # one is requested
     usage: _Usage | None = None
     error: Any = None
     prompt_token_ids: tuple[Count, ...] | None = None
-    timings: Any = None  # these have servers' counters
+    timings: Any = None  # this and the next two have servers' counters
     metrics: Any = None
     sglext: Any = None
 
 
 def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock = time.perf_counter) -> Answer:
-    """The answer in ``stream`` to a request for at most ``asked`` tokens, ``sent`` at those seconds of ``clock``.
+    """Read the answer in ``stream`` to a request for ``asked`` tokens that was ``sent`` at that time of ``clock``.
 
     Raises:
-        ServerError: it is too large, ends in an error or before its end, or counts what such an answer cannot have.
+        ServerError: it is too large, contains an error, is incomplete, or has impossible counts.
     """
     return _build_answer(_read_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock), sent, asked)
 
 
 def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
-    """As :func:`read_answer`, of ``events`` with the seconds at which each was whole."""
+    """Build the answer from ``events`` with their times of arrival in seconds."""
     arrived = _PartialAnswer()
     is_done = False
     for now, data in events:
@@ -149,7 +150,7 @@ def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int
         text="".join(texts),
         tokens=tokens,
         first_s=arrived.first_at - sent if texts else None,
-        # All of the text at once says when it was sent, not how long it took.
+        # Text that came at once shows when it was sent, not how long it took.
         seconds=arrived.last_at - arrived.first_at if len(texts) > 1 else 0.0,
         counted=arrived.counted,
         prompt_tokens=arrived.usage.prompt_tokens,
@@ -163,28 +164,28 @@ def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int
 
 @dataclass
 class _PartialAnswer:
-    """What has come of an answer."""
+    """The part of an answer that has arrived."""
 
-    texts: list[str] = field(default_factory=list)  # of each event that has some
+    texts: list[str] = field(default_factory=list)  # of the events that have text
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[Count, ...] | None = None
     first_at: float = 0.0  # seconds of the first text
     last_at: float = 0.0  # seconds of the last event of the text
     usage: _Usage = field(default_factory=_Usage)
-    usage_at_first: _Usage = field(default_factory=_Usage)  # as the event of the first text has it
+    usage_at_first: _Usage = field(default_factory=_Usage)  # in the event of the first text
     counted: Counters | None = None
     reasoning: bool = False  # whether thoughts are among the texts
     finish_reason: str | None = None
 
     @property
     def tokens(self) -> int | None:
-        """Generated, as the server counts; None where it does not say."""
+        """Generated tokens, as the server counts; None if not reported."""
         if self.usage.completion_tokens is None and self.counted:
             return self.counted.tokens
         return self.usage.completion_tokens
 
     def check_counts(self, asked: int) -> None:
-        """Raise a ServerError where an answer of up to ``asked`` tokens cannot have the counts that came with it."""
+        """Raise ServerError if the counts are impossible for an answer of up to ``asked`` tokens."""
         most = asked + _BEYOND_LIMIT
         # A text is at least one token.
         least = 1 if self.texts else 0
@@ -194,7 +195,7 @@ class _PartialAnswer:
             raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
 
     def add(self, event: _Event, now: float) -> None:
-        """Add what ``event`` has, which was whole at ``now``; ServerError where it is an error."""
+        """Add an event that arrived at ``now``; raise ServerError if it is an error."""
         if event.error:
             raise ServerError(f"the answer ended in an error{_find_error_message(event.error)}")
         self.usage = event.usage or self.usage
@@ -205,7 +206,7 @@ class _PartialAnswer:
             self.last_at = now
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.token_ids += choice.token_ids or ()
-        # vLLM says them beside the choices of a chat, and else in them.
+        # vLLM sends them beside the choices of a chat, and inside the choice of a completion.
         self.prompt_ids = event.prompt_token_ids or choice.prompt_token_ids or self.prompt_ids
 
         delta = choice.delta or choice.message or choice
@@ -221,10 +222,10 @@ class _PartialAnswer:
 
 
 def _count_before_text(arrived: _PartialAnswer) -> tuple[int | None, bool]:
-    """Tokens up to the first text, where the server says; and whether there were some whose text was not streamed.
+    """Return the tokens up to the first text, if reported, and whether some tokens' text was not streamed.
 
-    Servers count thoughts that they keep to themselves. They took their time before the first text, so they do not
-    belong over the time of the text. A token has at least a byte of text, but for a few marks.
+    Some servers count thoughts that they do not send. Those were generated before the first text, so they must not
+    count in the speed of the text. They show as more tokens than bytes of text: only a few marks have no text.
     """
     tokens = arrived.tokens
     if not arrived.texts or tokens is None:
@@ -239,23 +240,23 @@ def _count_before_text(arrived: _PartialAnswer) -> tuple[int | None, bool]:
 
 
 def sum_counters(answers: Sequence[Answer]) -> Counters:
-    """What all of ``answers`` say together; null for what one of them does not."""
+    """Sum the counters of ``answers``; null where one of them lacks it."""
     counted = [replace(answer.counted or Counters(), requests=1, tokens=answer.tokens) for answer in answers]
-    # Without positions, which no answer has.
+    # Without the last field, positions, which no answer has.
     columns = zip(*(astuple(counters)[:-1] for counters in counted), strict=True)
     return Counters(*map(sum_counts, columns))  # type: ignore[arg-type]
 
 
 class Server(AbstractContextManager["Server"]):
-    """A server that answers at ``url`` until the end of a ``with`` block; what it is, and its model, is asked at once.
+    """A connection to the server at ``url`` for a ``with`` block; its kind and model are requested at once.
 
     Args:
         url: with or without ``/v1`` at its end.
-        model: by its name there; None for the one it serves.
+        model: its name on the server; None for the only one.
         key: sent as a bearer token.
 
     Raises:
-        MtpExtractError: it cannot be reached, or is not what it should be.
+        MtpExtractError: it cannot be reached, or is not such a server.
     """
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
@@ -265,7 +266,7 @@ class Server(AbstractContextManager["Server"]):
         self._http = http
         self._key = key
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        # Each request has a connection of its own: under load llama-server closes one that is kept as a request comes.
+        # A new connection for each request: under load, llama-server may close a kept one as a request arrives.
         limits = http.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = http.Client(base_url=root, headers=headers, timeout=_ANSWER_TIMEOUT, limits=limits)
         try:
@@ -278,12 +279,12 @@ class Server(AbstractContextManager["Server"]):
         self._client.close()
 
     def _recognize(self, model: str | None) -> tuple[Kind, str]:
-        """What it is; and ``model``, or the one that it serves."""
+        """Return the server's kind, and ``model`` or the only one that it lists."""
         header, body = self._fetch_page("/v1/models")
         listed = _decode(body, dict[str, Any], "a list of models").get("data")
         listed = listed if isinstance(listed, list) else []
         names = [name for entry in listed if isinstance(name := get_field(entry, "id"), str) and name]
-        # Where none of those listed has a name, whoever names one knows more.
+        # If no listed model has a name, trust the caller's.
         is_known = model in names or (listed and not names)
         if not is_known if model is not None else len(names) != 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
@@ -292,24 +293,24 @@ class Server(AbstractContextManager["Server"]):
         return next((kind for kind in KINDS if kind.sign in signs), Kind()), model or names[0]
 
     def counters(self) -> Counters:
-        """What it counted since its start, everybody's requests together, if it reports that."""
-        with suppress(ServerError):  # without this page, as llama-server is by default, or with another one
+        """Read the server's counters since its start, over all its users; all None if it does not report them."""
+        with suppress(ServerError):  # llama-server has no such page by default
             ((_, page),) = self._map(self._fetch_page, ["/metrics"], _PAGE_TIMEOUT)
             return parse_page_counters(page.decode("utf-8", "replace"))
         return Counters()
 
     def counted(self, before: Counters, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
-        """What all of ``answers`` come to, with ``most_tokens`` at most; and whether somebody else used the server.
+        """Count ``answers``, which have ``most_tokens`` at most; return also whether somebody else used the server.
 
-        What the answers do not say is taken from the server's counters, where these moved from ``before`` by exactly
-        what the answers say; they may trail behind, so they are waited for.
+        Counts that the answers lack are taken from the server's counters, if these moved from ``before`` by exactly
+        what the answers report. The counters may lag behind, so this waits for them.
         """
         in_answers = sum_counters(answers)
         deadline = time.monotonic() + _SETTLING_TIME
         most_tokens += _BEYOND_LIMIT * len(answers)
         while True:
             moved = self.counters() - before
-            # What both count, as the page does and as the answers do.
+            # The counts that both have: on the page, in the answers.
             pairs = [(getattr(moved, name), getattr(in_answers, name)) for name in _BY_BOTH]
             pairs = [pair for pair in pairs if None not in pair]
             if not pairs:
@@ -322,27 +323,27 @@ class Server(AbstractContextManager["Server"]):
             time.sleep(_POLL_INTERVAL)
 
     def ask(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer]:
-        """The answers to what :func:`question` makes, in order; ``at_a_time`` in flight while there are as many.
+        """Send requests of :func:`question`, ``at_a_time`` in parallel, and return the answers in order.
 
         Raises:
-            MtpExtractError: there is no answer, or none that ends; the first such error ends all.
+            MtpExtractError: a request failed; the first failure ends all.
         """
         return self._map(self._fetch_answer, questions, _ANSWER_TIMEOUT, at_a_time)
 
     def try_each(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer | ServerError]:
-        """As :meth:`ask`, with the error of an answer that fails in its place.
+        """The same as :meth:`ask`, but a failed request has its error in place of the answer.
 
         Raises:
-            MtpExtractError: one takes so long that nobody waits for the others.
+            MtpExtractError: an answer takes too long, which ends all.
         """
         return self._map(self._try_fetch_answer, questions, _ANSWER_TIMEOUT, at_a_time)
 
     def _map(
         self, work: Callable[[_Input], _Reply], inputs: Sequence[_Input], seconds: float, at_a_time: int = 1
     ) -> list[_Reply]:
-        """``work`` of each of ``inputs``; ends at an error, and where the next is not there in ``seconds``."""
+        """Apply ``work`` to ``inputs`` in parallel; the first error ends all, and so does a wait of ``seconds``."""
         try:
-            # Its threads are daemons: what they still wait for holds up neither this call nor the end of the process.
+            # The threads are daemons: those that still wait delay neither this call nor the end of the process.
             with ThreadPool(max(1, min(at_a_time, len(inputs), 64))) as pool:
                 results = pool.imap(work, inputs)
                 return [results.next(seconds) for _ in inputs]
@@ -350,8 +351,9 @@ class Server(AbstractContextManager["Server"]):
             raise self._describe_error(error, seconds) from None
 
     def _describe_error(self, error: Exception, seconds: float) -> ServerError:
-        """What ``error`` means, without the key; what a connection that broke wrote may quote the request."""
-        http, remedies = self._http, tuple[str, ...]()
+        """Return ``error`` as a ServerError; the key is removed, as a reply may quote the request."""
+        http = self._http
+        remedies = tuple[str, ...]()
         if isinstance(error, ServerError):
             words, remedies = str(error), error.remedies
         elif isinstance(error, (Late, http.TimeoutException)):
@@ -374,28 +376,29 @@ class Server(AbstractContextManager["Server"]):
         path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
         options = {"include_usage": True, **self.kind.stream_options}
         fields = {"model": self.model, "stream": True, "stream_options": options}
-        # In ASCII: half a surrogate pair in a prompt is no UTF-8.
+        # JSON in ASCII, as a lone surrogate in a prompt cannot be encoded in UTF-8.
         content = json.dumps({**fields, **self.kind.request, **question}).encode()
         asked = question["max_tokens"]
         sent = time.perf_counter()
 
         def read(response: Any) -> Answer:
-            if "json" in response.headers.get("content-type", ""):  # it streams nothing, and sends all in the end
+            if "json" in response.headers.get("content-type", ""):  # not streamed
                 body = _read_body(response)
                 return replace(_build_answer([(time.perf_counter(), body)], sent, asked), streamed=False)
-            # Of the bytes as they come, without the layers that count and cut them: 3 µs a token.
+            # Read the raw bytes: the client's layers for counting and cutting cost 3 µs for each token.
             return read_answer(response.stream, sent, asked)
 
         return self._send(path, read, content)
 
     def _fetch_page(self, path: str) -> tuple[str, bytes]:
-        """Who says that it answers, and the body of a page."""
+        """Return the ``Server`` header and the body of a page."""
         return self._send(path, lambda response: (response.headers.get("server", ""), _read_body(response)))
 
     def _send(self, path: str, read: Callable[[Any], _Reply], content: bytes | None = None) -> _Reply:
-        """What ``read`` makes of the answer to a request: for a page, or with ``content``, which is JSON.
+        """Send a request, a POST if it has JSON ``content``, and return what ``read`` makes of the response.
 
-        A ServerError says that the server does not answer; in its own words, where it has some.
+        Raises:
+            ServerError: the status is not 200; the text has the server's own message, if it sends one.
         """
         method = "POST" if content else "GET"
         headers = {"Content-Type": "application/json"} if content else {}
@@ -403,7 +406,7 @@ class Server(AbstractContextManager["Server"]):
             if (status := response.status_code) == 200:
                 return read(response)
             page: dict[str, Any] = {}
-            with suppress(ServerError):  # else it is a page for people
+            with suppress(ServerError):  # an HTML page
                 page = _decode(_read_body(response), dict[str, Any], "a JSON object")
             reply = f"{status} {response.reason_phrase}".strip() + _find_error_message(page.get("error", page))
             reply += ". Give the address as it stands before /v1" if status == 404 else ""
@@ -411,8 +414,8 @@ class Server(AbstractContextManager["Server"]):
 
 
 def _read_events(stream: Iterable[bytes], most_bytes: int, clock: Clock) -> Iterator[tuple[float, bytes]]:
-    """The data of each event of ``stream``, with the seconds at which it was whole."""
-    begun = bytearray()  # of a line whose end has not come; it is looked through once, however it comes
+    """Yield the data of each event of ``stream``, with the time at which it was complete."""
+    begun = bytearray()  # an incomplete line; only new pieces are searched for its end
     for piece in _limit_size(stream, most_bytes):
         now = clock()
         begun += piece
@@ -442,14 +445,14 @@ def _decode(data: bytes, kind: type[_Reply], what: str) -> _Reply:
 
 
 def _find_error_message(error: Any) -> str:
-    """What a server says of an error, to be put behind one's own words; empty where it says nothing."""
+    """Return the message in a server's error, with a colon before it; empty if it has none."""
     candidates = (error, get_field(error, "message"), get_field(error, "detail"))
     words = next((text.strip() for text in candidates if isinstance(text, str)), "")
     return f": {words.rstrip('.')}" if words else ""
 
 
 def _parse_root(url: str) -> str:
-    """A URL without query and what the API adds to it; a MtpExtractError where it is none, or a login is in it."""
+    """Return ``url`` without query and ``/v1``; raise MtpExtractError if it is not a URL or contains a login."""
     http = http_library()
     try:
         parts = http.URL(url)
@@ -457,6 +460,6 @@ def _parse_root(url: str) -> str:
     except (http.InvalidURL, ValueError):
         usable = False
     if not usable or parts.userinfo or not url.isprintable() or " " in url:
-        name = escape(url.partition("?")[0].rpartition("@")[2])  # without a login, which is no one else's
+        name = escape(url.partition("?")[0].rpartition("@")[2])  # a login must not be shown
         raise MtpExtractError(f"{name}: expected the URL of a server, without a login, such as http://localhost:8000.")
     return str(parts.copy_with(path=parts.path.rstrip("/").removesuffix("/v1"), query=None, fragment=None)).rstrip("/")

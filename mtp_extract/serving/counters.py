@@ -1,8 +1,8 @@
-"""What servers count of their drafts, and where they say it: in an answer, or on ``/metrics``.
+"""Reads servers' counters of drafts, from an answer or from ``/metrics``.
 
 Names were read in the sources of llama.cpp 0c1e57098 (``server_slot_stats::to_json``, ``to_metrics``), mlx-vlm 0.7.10
 (``GenerationTimings``), SGLang 0.5.23 (``SpecTokensDetails``, ``metrics_collector.py``) and vLLM 0.33.0
-(``SpeculativeDecodingMetrics``, ``SpecDecodingProm``, ``loggers.py``). No two of them share one.
+(``SpeculativeDecodingMetrics``, ``SpecDecodingProm``, ``loggers.py``). Each uses its own names.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from mtp_extract.errors import ServerError, escape
 from mtp_extract.io.typed import Count, Record
 
 _LARGEST = 1 << 53  # JSON and Prometheus write larger numbers inexactly
-_MOST_BEYOND = 64  # drafts that the last round accepts beyond the last token that was asked for
+_MOST_BEYOND = 64  # drafts that the last round may accept beyond the limit of tokens
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of server, and what only that is asked."""
+    """A kind of server, and the request fields that only it understands."""
 
     name: str = "unknown"
-    sign: str = "unknown"  # who owns its models, or what its ``Server`` header begins with
+    sign: str = "unknown"  # owner of its models, or beginning of its ``Server`` header
     request: Mapping[str, Any] = field(default_factory=dict)  # fields of each request
-    stream_options: Mapping[str, Any] = field(default_factory=dict)  # of its ``stream_options``, likewise
-    ids: Mapping[str, Any] = field(default_factory=dict)  # fields of one whose answer is to have its token ids
+    stream_options: Mapping[str, Any] = field(default_factory=dict)  # further ``stream_options``
+    ids: Mapping[str, Any] = field(default_factory=dict)  # fields that ask for token ids
 
 
-# Says with each event how many tokens there are so far: those before the first text are thoughts that are not streamed.
+# Adds the number of tokens so far to each event: those before the first text are thoughts that are not streamed.
 _USAGE_SO_FAR = {"continuous_usage_stats": True}
 
 KINDS = (
-    # A prompt found in the cache is computed in other batches than one that is not, and rounds differently.
+    # A cached prompt is computed in other batches than a new one, which rounds differently.
     Kind("llama-server", "llamacpp", {"cache_prompt": False}),
     Kind("mlx-vlm", "mlx_vlm"),
     Kind("SGLang", "sglang", {"return_spec_tokens_details": True}, _USAGE_SO_FAR),
     Kind("vLLM", "vllm", {}, _USAGE_SO_FAR, ids={"return_token_ids": True}),
 )
 
-# Our name of a counter → the servers'.
+# Our name of a counter → the servers' names.
 _IN_ANSWERS = {
     "tokens": ("predicted_n",),
     "rounds": ("draft_rounds", "spec_verify_ct", "num_spec_steps"),
@@ -66,7 +66,7 @@ _LINE = r'(\{(?:[^"}\n]|"(?:[^"\\\n]|\\.)*")*\})?[ \t]+(\S+)'  # labels and valu
 
 
 class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a frozen type extend one that is not
-    """What a server counted; null for what it does not report."""
+    """A server's counters; null if it does not report one."""
 
     requests: Count | None = None  #: answered
     tokens: Count | None = None  #: generated
@@ -84,16 +84,17 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
         return Counters(*map(subtract, astuple(self), astuple(before)))
 
     def fill_from(self, others: Counters) -> Counters:
-        """These, and of ``others`` those that these do not have."""
+        """Return these counters, with those of ``others`` where one is null."""
         pairs = zip(astuple(self), astuple(others), strict=True)
-        return Counters(*(other if count is None else count for count, other in pairs))
+        return Counters(*(substitute if count is None else count for count, substitute in pairs))
 
     def are_possible(self, most_tokens: int) -> bool:
-        """Whether answers of at most ``most_tokens`` tokens together can have come to it.
+        """Return whether answers of at most ``most_tokens`` tokens in total can have these counts.
 
-        Every round writes at least one token; the last one's drafts may reach beyond the end.
+        Every round writes at least one token, and the drafts of the last round may reach beyond the end.
         """
-        answers, drafted = self.requests or 1, _LARGEST if self.drafted is None else self.drafted
+        answers = self.requests or 1
+        drafted = _LARGEST if self.drafted is None else self.drafted
         rounds = most_tokens + answers if self.rounds is None else self.rounds
         accepted = min(most_tokens + _MOST_BEYOND * answers, drafted) if rounds else 0
         bounds = [(self.tokens, most_tokens), (rounds, most_tokens + answers), (self.accepted, accepted)]
@@ -102,7 +103,7 @@ class Counters(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a fro
 
 
 def read_answer_counters(timings: Any, metrics: Any, sglext: Any) -> Counters | None:
-    """The counters in these fields of an answer's event; None where it has none, ServerError where one is no count."""
+    """Read the counters in these fields of an event; None without counters, ServerError if one is not a count."""
     sent = timings or get_field(metrics, "speculative_decoding") or get_field(sglext, "spec_tokens_details")
     if not isinstance(sent, dict) or not sent.keys() & {name for names in _IN_ANSWERS.values() for name in names}:
         return None
@@ -112,14 +113,14 @@ def read_answer_counters(timings: Any, metrics: Any, sglext: Any) -> Counters | 
             if sent.get(name) is not None:
                 counts[ours] = _parse_count(name, _format_json_number(sent[name]))
     if timings and counts.keys() <= {"tokens"}:
-        counts |= {"rounds": 0, "drafted": 0, "accepted": 0}  # left out there, where there were no drafts
+        counts |= {"rounds": 0, "drafted": 0, "accepted": 0}  # servers with timings omit them if there were no drafts
     return Counters(**counts)  # type: ignore[arg-type]  # none of these names is ``positions``
 
 
 def parse_page_counters(text: str) -> Counters:
-    """The counters on a page in Prometheus' format, added up over their labels.
+    """Read the counters on a page in Prometheus' format, summed over their labels.
 
-    A line is a name, perhaps labels, a value, and perhaps a time or an exemplar, which has a value of its own.
+    A line has a name, optional labels, a value, and optionally a time or an exemplar with a value of its own.
 
     Raises:
         ServerError: one is not a count.
@@ -138,12 +139,12 @@ def parse_page_counters(text: str) -> Counters:
 
 
 def _format_json_number(value: Any) -> str:
-    """``value`` of JSON as a page would have it; what is no number stays none."""
+    """Format a JSON value as on a page; a value that is not a number is formatted so that it is not one either."""
     return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else f"{value!r} of JSON"
 
 
 def _parse_count(name: str, value: str) -> int:
-    """The count that ``value`` says, a number in ASCII."""
+    """Parse a count; raise ServerError if ``value`` is not a whole number in ASCII."""
     count = float(value) if _NUMBER.fullmatch(value) else math.nan
     if not 0 <= count < _LARGEST or not count.is_integer():
         raise ServerError(f"expected a count for {name}, found {escape(value, 40)}")
@@ -151,11 +152,11 @@ def _parse_count(name: str, value: str) -> int:
 
 
 def sum_counts(counts: Iterable[int | None]) -> int | None:
-    """Their sum; None where one of them is not known."""
+    """Return the sum; None if one of ``counts`` is None."""
     listed = list(counts)
     return None if None in listed else sum(filter(None, listed))
 
 
 def get_field(value: Any, key: str) -> Any:
-    """What a JSON object has under ``key``; None of another value, too."""
+    """Return ``value[key]``; None if ``value`` is not a JSON object or lacks the key."""
     return value.get(key) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do."""
+"""The arguments of a benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mtp_extract.options import check_bounds
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure, of which server: as :func:`~mtp_extract.api.bench` explains it."""
+    """The arguments of :func:`~mtp_extract.api.bench`, which explains them."""
 
     url: str
     baseline: str | None = None
@@ -24,7 +24,7 @@ class BenchPlan:
     chat_template: bool = True
 
     def __post_init__(self) -> None:
-        """Raise PlanError where a number is out of bounds."""
+        """Raise PlanError if a number is out of bounds."""
         check_bounds("max_tokens", self.max_tokens, least=1)
         check_bounds("temperature", self.temperature, least=0)
         check_bounds("concurrency", self.concurrency, least=1, most=64)

@@ -1,4 +1,4 @@
-"""What a benchmark found: the record that ``mtp-bench --json`` prints, and that the terminal reads."""
+"""The record of a benchmark, which ``mtp-bench --json`` prints and the terminal shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtp_extract.serving.counters import Counters
 
 
 class Side(Record):
-    """What one server did."""
+    """Figures of one server."""
 
     tokens: Count | None  #: of all answers, as the server counts
     tokens_per_s: Figure  #: of one answer: tokens after its first text, over the time from that to its end
@@ -31,7 +31,7 @@ class Side(Record):
 
 
 class Figures(Record):
-    """Figures of some texts."""
+    """Figures of a workload, or of all."""
 
     texts: Positive  #: prompts that the server answered
     sides: dict[str, Side]  #: by side: `server`, and `baseline` where there is one
@@ -41,7 +41,7 @@ class Figures(Record):
 
 
 class Request(Record):
-    """One request and its answer."""
+    """A request and its answer."""
 
     workload: str  #: of the prompt
     prompt: Count  #: its number, from 0
@@ -58,7 +58,7 @@ class Failure(Record):
 
 
 class Window(Record):
-    """Requests that were sent in one go, the next whenever one had ended."""
+    """Requests that were sent together: as soon as one had ended, the next was sent."""
 
     requests: list[Request]  #: those that were answered, in the order of asking
     wall_s: NotNegative  #: seconds in which any was under way
@@ -68,12 +68,11 @@ class Window(Record):
 
 
 def list_requests(windows: Iterable[Window]) -> list[Request]:
-    """The requests of ``windows`` that were answered, in their order."""
     return [request for window in windows for request in window.requests]
 
 
 class Benchmark(Record, kw_only=True):
-    """A whole benchmark."""
+    """A benchmark."""
 
     version: Literal[6] = 6  #: version of this record
     tool: Tool = field(default_factory=lambda: Tool("mtp-extract", __version__))  #: what made it

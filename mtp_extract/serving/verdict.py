@@ -1,4 +1,4 @@
-"""A benchmark for readers: its verdict, findings and notes, and the table of the terminal."""
+"""Describes a benchmark: its verdict, findings and notes, and the table for the terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def _list_findings(benchmark: Benchmark) -> Iterator[str]:
 
 
 def _describe_failures(side: str, windows: Sequence[Window]) -> Iterator[str]:
-    """How many requests to ``side`` failed, if any, and the commonest reasons."""
     failures = Counter(failure.reason.rstrip(".") for window in windows for failure in window.failures)
     if failures:
         sent = failures.total() + len(list_requests(windows))
@@ -75,7 +74,7 @@ def _describe_failures(side: str, windows: Sequence[Window]) -> Iterator[str]:
 
 
 def _describe_text_differences(benchmark: Benchmark) -> Iterator[str]:
-    """Where texts leave the baseline's, and where only their ends differ."""
+    """Yield in which prompts the text differs from the baseline's, and in which only the length differs."""
     baseline = {request.prompt: request.answer for request in list_requests(benchmark.windows.get("baseline", ()))}
     leaving = list[str]()
     ending = list[str]()
@@ -95,7 +94,7 @@ def _describe_text_differences(benchmark: Benchmark) -> Iterator[str]:
 
 
 def _describe_end(answer: Answer, baseline: Answer) -> str:
-    """Where the shorter of two texts ends that are the same as far as it goes."""
+    """Describe where the shorter of two texts ends, of which one begins with the other."""
     is_shorter = len(answer.text) <= len(baseline.text)
     shorter, longer = (answer, baseline) if is_shorter else (baseline, answer)
     which = "ends early" if is_shorter else "goes on after the baseline's end"
@@ -118,7 +117,7 @@ def _list_notes(benchmark: Benchmark) -> Iterator[str]:
 
 
 def _list_counting_notes(name: str, windows: Sequence[Window], side: Side, answers: int) -> Iterator[str]:
-    """What the server ``name`` does not count of its drafts in so many ``answers``, and what it counts by position."""
+    """Yield the counts that the server ``name`` lacks, and its acceptance by position."""
     if disturbed := sum(window.disturbed for window in windows):
         yield (
             f"{name}: its counters moved by other than these requests {disturbed} of {several(len(windows), 'time')}: "
@@ -133,11 +132,11 @@ def _list_counting_notes(name: str, windows: Sequence[Window], side: Side, answe
 
 
 def _explain_missing_speeds(name: str, answers: Sequence[Answer], limit: int) -> Iterator[str]:
-    """Why answers have no speed, or another one than their tokens would say."""
+    """Yield why answers have no speed, or one that does not include all their tokens."""
     thoughts = "These are no part of tokens/s, TPOT and speedup, only of all tokens/s."
     if any(answer.unstreamed and answer.first_tokens is None for answer in answers):
         thoughts = "Those without a count at their first text have no tokens/s."
-    # What is said of answers, and whether one is concerned.
+    # The sentence, and whether an answer is concerned.
     reasons: tuple[tuple[str, Callable[[Answer], bool]], ...] = (
         (_UNCOUNTED, lambda answer: answer.tokens is None),
         (_NOT_STREAMED, lambda answer: not answer.streamed),
@@ -152,7 +151,7 @@ def _explain_missing_speeds(name: str, answers: Sequence[Answer], limit: int) ->
 
 
 def benchmark_table(benchmark: Benchmark) -> ReportTable:
-    """Speed, latency and drafts, by workload and side."""
+    """Return the table of speed, latency and drafts, by workload and side."""
     rows = list[tuple[str | int, ...]]()
     for name, figures in {**benchmark.workloads, "all": benchmark.total}.items():
         same_text = DASH if figures.identical is None else f"{figures.identical}/{figures.compared}"

@@ -1,7 +1,7 @@
-"""The texts of a training, by what they are for: trained on, watched on the way, held out to decide.
+"""Collects the texts of a training and splits them: train on, evaluate during training, hold out for the decision.
 
-A drafter that was tuned on a text repeats it: what it gains there says nothing of text that nobody trained on. So texts
-that repeat others are left out, and anchors are told apart by whether a trained text has the tokens around them too.
+A tuned drafter repeats the text it was tuned on, so a gain there says nothing about new text. Texts that repeat others
+are therefore dropped, and each anchor is marked by whether a training text also has the tokens around it.
 """
 
 from __future__ import annotations
@@ -39,29 +39,31 @@ WATCHED = "watched"  # measured during training, to keep the best weights
 HELD_OUT = "held out"  # measured before and after, to save or refuse
 SHIPPED = "shipped"  # where the prompts are a user's: measured like HELD_OUT, to see whether other workloads get worse
 
-_BRANCHES = 3  # positions of a text from which the base continues once more
-_SEEN_LENGTH = 8  # tokens of a sequence that training has seen or not: those that end with a round's last draft
+_BRANCHES = 3  # positions in a sampled text from which the base writes a greedy continuation
+_SEEN_LENGTH = 8  # tokens of the sequences that are looked up in the training texts; they end with a round's last draft
 _SHARES = ((0.08, WATCHED), (0.2, HELD_OUT))  # upper bounds of the hash of a source, as shares of its range
-_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; of fewer held out there is no interval
-_MOST_WATCHED = 32  # texts that are measured again and again, on the way
+_LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; fewer held-out texts have no interval
+_MOST_WATCHED = 32  # texts, as every evaluation measures all of them
 
 
 def split_of(source: str) -> str:
-    """:data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT`: by a hash of a prompt's source, so that it stays the same
-    when prompts are added."""
+    """Return :data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT` for a prompt of this source.
+
+    A hash of the source decides, so prompts that are added later do not move the others.
+    """
     share = int.from_bytes(sha256(source.encode("utf-8", "backslashreplace")).digest()[:8], "big") / 2**64
     return next((side for bound, side in _SHARES if share < bound), TRAINED)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    # to train on, in equal shares: what the base writes as it is served; what it writes at the other temperature,
-    # prompts included; what it writes, greedily, from within the latter
+    # to train on, in equal shares: what the base writes at the serving temperature; what it writes at the other
+    # temperature, prompts included; what it writes greedily from positions within the latter
     kinds: tuple[tuple[Text, ...], ...]
-    watched: tuple[Text, ...]  # to be measured on the way
-    held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with the prompt or text by people
-    own_count: int  # so many of the held-out texts, the first ones, are of the workloads that are trained on
-    text_from: Mapping[str, Any] | None = None  # who wrote the texts if not the base, and how far it would have
+    watched: tuple[Text, ...]  # to be measured during training
+    held_out: tuple[tuple[Prompt, Text], ...]  # to be measured before and after, with its prompt or human text
+    own_count: int  # the first texts of `held_out`, which are of the workloads that are trained on
+    text_from: Mapping[str, Any] | None = None  # see `compare_with_base`; None where the base wrote
 
     @property
     def trained(self) -> tuple[Text, ...]:
@@ -69,14 +71,15 @@ class Corpus:
 
     @cached_property
     def sequences(self) -> frozenset[int]:
-        """Of every sequence of tokens that training has seen, its number."""
+        """Hashes of all 8-token sequences in the training texts."""
         return frozenset(chain.from_iterable(_hash_sequences(text.tokens) for text in self.trained))
 
     def compute_score(self, watched: Acceptance) -> float:
-        """What the best is chosen by, of a drafter measured on the watched texts.
+        """Return the score that the best weights have highest, from a measurement on the watched texts.
 
-        Teacher-forced tokens per round where training has seen the tokens and where it has not, half each: a drafter
-        that goes on learning what it has seen gets worse elsewhere. Over all alike where too few texts have either.
+        It is the mean of two figures: teacher-forced tokens per round where training has seen the tokens, and where it
+        has not, since a drafter that only memorizes gets worse elsewhere. Where too few texts have anchors of both
+        kinds, it is the figure over all anchors.
         """
         trained_on = was_trained_on(watched, self.watched, self.sequences)
         parts = [watched.where(rows) for rows in (trained_on, ~trained_on)]
@@ -86,10 +89,10 @@ class Corpus:
 
 
 def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Container[int]) -> Tensor:
-    """Bool [N]: of each anchor of ``texts``, whether the 8 tokens that end with its last draft are ``trained`` on.
+    """Return for each anchor of ``texts`` whether the 8 tokens that end with its last draft are ``trained``, bool [N].
 
-    Prompts count. Near the beginning of a text that it begins there is one of the tokens. Of more than 7 drafts, those
-    up to the seventh.
+    Prompts count as trained text. Near its beginning a text has fewer than 8 tokens: then they must also begin a
+    training text. With more than 7 drafts, the sequence ends at the seventh.
     """
     ends = measured.anchor + min(measured.stands.shape[1], _SEEN_LENGTH - 1)
     sequences = {index: _hash_sequences(texts[index].tokens) for index in set(measured.text.tolist())}
@@ -98,14 +101,17 @@ def was_trained_on(measured: Acceptance, texts: Sequence[Text], trained: Contain
 
 
 def _hash_sequences(tokens: Sequence[int]) -> list[int]:
-    """A number for the 8 tokens that end with each: equal for equal ones, and else by a chance of 2^-60."""
+    """Return for each token a hash of the 8 tokens that end with it; unequal ones collide by a chance of 2^-60."""
     padded = (*[-2] * (_SEEN_LENGTH - 1), *tokens)
     return [hash(padded[start : start + _SEEN_LENGTH]) for start in range(len(tokens))]
 
 
 def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
-    """The texts that the pair's plan asks for; what is not written yet, the base or a server writes. MtpExtractError
-    where prompts or texts are too few, or a server has another base."""
+    """Return the texts that the pair's plan asks for; the base or a server writes those that are not stored yet.
+
+    Raises:
+        MtpExtractError: there are too few prompts or texts, or a server has another base.
+    """
     plan = pair.plan
     sides = split_prompts(plan)
     with connect_writer(plan) as server:
@@ -115,7 +121,6 @@ def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
 
         text_from = None
         if server or plan.text:
-            # How far the base at hand would have written the same.
             greedy = (
                 replace(writer, temperature=0.0).write_texts(prompts, reporter) if plan.temperature else texts[TRAINED]
             )
@@ -125,7 +130,7 @@ def gather_texts(pair: Pair, reporter: Reporter = SILENT) -> Corpus:
         if not plan.text:
             kinds += _write_further_kinds(writer, prompts, reporter)
 
-    # Of texts that are alike the first one's prompt counts.
+    # Equal texts get the prompt of the first of them.
     item_of = {text: item for _, item, text in reversed(written)}
     return _build_corpus(kinds, texts, item_of, plan.draft_steps, text_from)
 
@@ -137,7 +142,7 @@ def _build_corpus(
     steps: int,
     text_from: Mapping[str, Any] | None,
 ) -> Corpus:
-    """The corpus that learns ``kinds``: a text that was learned, or chose the best, decides nothing."""
+    """Return the corpus that trains on ``kinds``; watched and held-out texts repeat no text of an earlier side."""
     learned = list(chain.from_iterable(kinds))
     watched = _require_enough(WATCHED, texts, steps, learned)[:_MOST_WATCHED]
     held_out = _require_enough(HELD_OUT, texts, steps, [*learned, *watched])
@@ -149,10 +154,10 @@ def _build_corpus(
 def _write_sides(
     pair: Pair, sides: Mapping[str, Sequence[Prompt]], server: Server | None, reporter: Reporter
 ) -> tuple[Writer, list[tuple[str, Prompt, Text]]]:
-    """What writes; and the texts, each with its side and the prompt or text by people that it comes from."""
+    """Return the writer, and all texts: each with its side and its prompt or human text."""
     plan = pair.plan
     items = [(side, item) for side in sides for item in sides[side]]
-    # Texts by people are there already: beside them only the shipped prompts are continued.
+    # Human texts need no writer: beside them only the shipped prompts are continued.
     asked = [(side, item) for side, item in items if side == SHIPPED or not plan.text]
     prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in asked]
     contents = {prompt: item.content for prompt, (_, item) in zip(prompts, asked, strict=True)}
@@ -165,7 +170,7 @@ def _write_sides(
 
 
 def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
-    """The prompts, or texts by people, by side; MtpExtractError where they are too few."""
+    """Return the prompts or human texts by side; raise MtpExtractError if there are too few."""
     file = plan.prompts or plan.text
     items = read_prompts(file, chat_template=plan.chat_template) if file else shipped_prompts()
     sides = {side: [item for item in items if split_of(item.source) == side] for side in _LEAST}
@@ -173,7 +178,7 @@ def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
     short = [side for side, prompts in sides.items() if len({item.key for item in prompts}) < _LEAST[side]]
     if short:
         raise _build_shortage_error(items, " and ".join(f"{_LEAST[side]} to be {side}" for side in short))
-    # Of another name, as a user's own workload may be called "code" too.
+    # Under another name, as a user's workload may be called "code" too.
     shipped = shipped_prompts(FEW) if file else ()
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
@@ -195,14 +200,14 @@ def _build_shortage_error(items: Sequence[Prompt], wanted: str) -> MtpExtractErr
 
 
 def _write_further_kinds(writer: Writer, prompts: Sequence[PromptTokens], reporter: Reporter) -> Iterator[list[Text]]:
-    """What is learned besides the text as ``writer`` has it: text at the other temperature, and text within that.
+    """Yield more text to train on: at the other temperature, and greedy text from positions within that.
 
-    Text that is written greedily soon repeats itself, and the base has little else to say after a prompt: from within
-    text that was drawn it has more.
+    Greedy text soon repeats itself, and a prompt has only one greedy continuation. Sampled text has many positions from
+    which greedy text begins anew.
     """
     plan = writer.pair.plan
     drawn = replace(writer, temperature=0.0 if writer.temperature else 1.0).write_texts(prompts, reporter)
-    # What stands in a prompt is as good to learn from as what the base drew.
+    # The tokens of a prompt are as good to train on as those that the base drew.
     yield filter_new_texts([replace(text, prompt_length=1) for text in drawn], plan.draft_steps)
     if writer.temperature or writer.server is not None:
         return
@@ -212,7 +217,7 @@ def _write_further_kinds(writer: Writer, prompts: Sequence[PromptTokens], report
 
 
 def _choose_branches(text: Text, writer: Writer) -> list[PromptTokens]:
-    """Beginnings of ``text`` that ``writer`` has room to continue, at random positions."""
+    """Cut ``text`` at random positions from which ``writer`` has room to continue."""
     room = writer.pair.base.config.max_position_embeddings - writer.new_tokens
     ends = range(text.prompt_length, min(len(text.tokens), room + 1))
     generator = torch.Generator().manual_seed(compute_stable_hash([writer.pair.plan.seed, *text.tokens]))
@@ -221,7 +226,7 @@ def _choose_branches(text: Text, writer: Writer) -> list[PromptTokens]:
 
 
 def filter_new_texts(texts: Sequence[Text], steps: int, earlier: Sequence[Text] = ()) -> list[Text]:
-    """Those of ``texts`` with ``steps`` drafts to make that repeat none of ``earlier``, nor one before them."""
+    """Return the ``texts`` that have room for ``steps`` drafts and repeat neither ``earlier`` nor a previous text."""
     candidates = [*earlier, *(text for text in texts if len(text.anchors) >= steps)]
     repeated = find_repeats([text.tokens for text in candidates])
     return [text for index, text in enumerate(candidates) if index >= len(earlier) and index not in repeated]

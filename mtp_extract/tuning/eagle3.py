@@ -26,15 +26,16 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
 
-_ROPE_THETA = 1e6  # of the base's full layers; the head has one frequency base, and rotates all of it
-_LEAST_DEEP = 9  # layers of a base of which engines' default, 2, n // 2 and n − 3, is a low, a middle and a high one
+_ROPE_THETA = 1e6  # that of the base's full layers; the head has one RoPE, over the whole head dimension
+_LEAST_DEEP = 9  # layers from which the engines' default 2, n // 2, n − 3 is a low, a middle and a high layer
 _MEASURED = 32  # texts over which the size of states is measured
 
 
 def choose_base_layers(count: int) -> tuple[int, ...]:
-    """Which of a base's ``count`` layers are read: the engines' default where that is three, else a third apart.
+    """Return the layers whose input the head reads, of a base with ``count`` layers.
 
-    The last state is what enters the last layer: llama.cpp hands out none after it.
+    They are the engines' default where the base is deep enough, else a third of the depth apart. The highest is the
+    input of the last layer at most: llama.cpp hands out no later state.
     """
     if count >= _LEAST_DEEP:
         return 2, count // 2, count - 3
@@ -42,9 +43,10 @@ def choose_base_layers(count: int) -> tuple[int, ...]:
 
 
 def build_head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eagle3Config:
-    """As wide as the base ``name`` of this text config, with the heads of its first layer and its feed-forward block.
+    """Return a head's config: width and feed-forward size of the base ``name``, heads of its first layer.
 
-    States are normed together before they are fused: each by itself (``fc_norm``) neither llama.cpp nor mlx-vlm can.
+    ``text`` is the base's text config. The states are normalized together before they are fused, since neither
+    llama.cpp nor mlx-vlm supports a norm for each of them (``fc_norm``).
     """
     first = text.per_layer_config[0]
     width = int(text.hidden_size)
@@ -69,9 +71,9 @@ def build_head_config(text: Any, draft_vocab_size: int, name: str | None) -> Eag
 
 
 def choose_draft_tokens(texts: Iterable[Text], count: int, vocabulary: int, always: Iterable[int] = ()) -> list[int]:
-    """The ``count`` tokens that the base wrote most often, ascending; where it wrote fewer, the lowest others too.
+    """Return the ``count`` tokens that the base wrote most often, ascending; the lowest tokens fill the rest.
 
-    Those that are ``always`` among them, however rare, end a text.
+    Tokens in ``always`` (those that end a text) are included however rare they are.
     """
     counts = Counter(token for text in texts for token in text.continuation)
     ranked = sorted(range(vocabulary), key=lambda token: -counts[token])
@@ -80,11 +82,12 @@ def choose_draft_tokens(texts: Iterable[Text], count: int, vocabulary: int, alwa
 
 @torch.no_grad()
 def measure_state_sizes(base: Base, layers: Sequence[int], texts: Sequence[Text]) -> list[float]:
-    """Of each layer, the root mean square of the states that enter it, over some of ``texts``.
+    """Return for each layer the root mean square of its input states over some of ``texts``.
 
     In Gemma 4 it differs 100-fold between layers. The geometric mean over tokens is taken, since a first token's state
     can be a thousand times as large as all others.
     """
+    # exp(mean over tokens of log sqrt(mean over the width of x²))
     logarithms = []
     for text in texts[:_MEASURED]:
         states = base.feed(torch.tensor([text.tokens], device=base.device), layers).layers
@@ -101,7 +104,7 @@ def add_untrained_head(pair: Pair, texts: Sequence[Text]) -> None:
         name = None if Path(plan.base).is_dir() else plan.base
         head = build_untrained_head(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
         files = format_named(EAGLE3).plan(head, head.dtype).files
-        # What an earlier training left there is replaced.
+        # A head that an earlier training left there is replaced.
         with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
             for file in files:
                 write_file(stage, file)
@@ -113,11 +116,12 @@ def add_untrained_head(pair: Pair, texts: Sequence[Text]) -> None:
 def build_untrained_head(
     base: Base, texts: Sequence[Text], draft_vocab_size: int, name: str | None, dtype: str, seed: int
 ) -> Checkpoint:
-    """A head of random weights for ``base``, its LM head and final norm the base's; its norm makes states alike.
+    """Return a head for ``base``: LM head rows and final norm of the base, an input norm that equalizes the layers'
+    states, and random matrices.
 
     Args:
-        texts: of the base, for which tokens are frequent, and how large states are.
-        draft_vocab_size: tokens that it may propose, if the base has as many.
+        texts: the base's text, from which token frequencies and state sizes are measured.
+        draft_vocab_size: how many tokens the head may propose, at most the base's vocabulary.
         name: of the base, whose embeddings the head shares.
         dtype: of the base's weights.
     """
@@ -141,7 +145,7 @@ def build_untrained_head(
         elif role.kind == NORM:
             weight = torch.ones(*shape)
         else:
-            # What a matrix computes is as large as what it reads.
+            # The output of a matrix is as large as its input.
             weight = torch.randn(*shape, generator=generator) * shape[1] ** -0.5
         tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
     return Checkpoint(config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")

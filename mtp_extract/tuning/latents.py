@@ -1,9 +1,9 @@
-"""What is trained of a drafter, and how it becomes the weights that are written.
+"""The trainable parameters of a drafter, and the weights that are written from them.
 
-Every stored weight that is trained has a *latent*: a parameter in F32 that begins at the weight as it is. Norms and
-factors move in units of their own size, so that one learning rate suits a weight of 0.05 and one of 50. The latent of a
-quantized matrix is a matrix of floats, rounded to the stored grid wherever it is used; its gradient passes the rounding
-as if it were not there (straight-through). Scales and zero points are never changed.
+Every trained weight has a *latent*: an F32 parameter that begins at the stored weight. Norms and factors move in units
+of their own size, so that one learning rate suits a weight of 0.05 and one of 50. The latent of a quantized matrix is a
+float matrix that is rounded to the stored scales and codes on each use; its gradient passes the rounding unchanged
+(straight-through). Scales and zero points are never changed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MODES: Mapping[str, TrainingMode] = MappingProxyType(
         "norms": TrainingMode("kept", 0.0, 3e-3),
         "qat": TrainingMode("grid", 1.5e-3, 3e-3),
         "float": TrainingMode("free", 1e-3, 1e-3),
-        # An untrained head has nothing to unlearn, and takes larger steps.
+        # An untrained head has nothing to lose, so it takes larger steps.
         "eagle3": TrainingMode("free", 3e-3, 3e-3),
     }
 )
-"""By name. Norms and factors are trained in each."""
+"""Training modes by name. All of them train norms and factors."""
 
 _MEASURED_WIDTH = 64  # of the drafter for which the learning rates were measured
 
 
 class Latents(nn.Module):
-    """The trained part of a checkpoint; ``values`` are its latents, by name of the first role that has each.
+    """The trained weights of a checkpoint. ``values`` holds a latent by the name of the first role that has the weight.
 
-    Roles that are ``idle`` are not trained: no loss depends on them.
+    Roles in ``idle`` are not trained, as no loss depends on them.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Latents(nn.Module):
         self.checkpoint = checkpoint
         self.mode = mode
         self.values = nn.ParameterDict()
-        self._roles: dict[str, list[Role]] = {}  # that are one weight
-        self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: as stored, and its root mean square
+        self._roles: dict[str, list[Role]] = {}  # by latent: the roles that share the weight
+        self._starts: dict[str, tuple[Tensor, float]] = {}  # of a norm or factor: stored weight, root mean square
         self._grids: dict[str, Grid] = {}  # of a matrix that is trained on its grid
         origins: dict[object, str] = {}
         for role in _list_trained_roles(checkpoint, mode, idle):
@@ -69,7 +69,7 @@ class Latents(nn.Module):
                 self._add_latent(key, role, weight, device)
 
     def _add_latent(self, key: str, role: Role, weight: Weight, device: torch.device | str) -> None:
-        # A copy, so that it lies as torch aligns it: products depend on that to the last bit.
+        # A copy has torch's alignment, on which the last bit of a product depends.
         latent = torch.from_numpy(weight.array()).to(device, copy=True)
         if role.kind != MATRIX:
             self._starts[key] = latent, float(latent.square().mean().sqrt()) or 1.0
@@ -79,7 +79,10 @@ class Latents(nn.Module):
         self.values[key] = nn.Parameter(latent)
 
     def list_param_groups(self, learning_rate: float | None = None) -> list[dict[str, object]]:
-        """Parameters for an optimizer: matrices, then norms and factors; ``learning_rate`` replaces the mode's own."""
+        """List the optimizer's parameter groups: matrices, then norms and factors, each with its learning rate.
+
+        ``learning_rate`` replaces the rates of the mode.
+        """
         matrices = [value for key, value in self.values.items() if key not in self._starts]
         others = [value for key, value in self.values.items() if key in self._starts]
         rate = learning_rate or self.mode.learning_rate * _MEASURED_WIDTH / self.checkpoint.config.hidden_size
@@ -91,12 +94,11 @@ class Latents(nn.Module):
         return sum(value.numel() for value in self.values.values())
 
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """By path in the reference drafter, the trained weights, in ``dtype``; gradients reach the latents."""
+        """Return the trained weights in ``dtype`` by path in the reference drafter; gradients reach the latents."""
         weights = {key: self._compute_weight(key, latent).to(dtype) for key, latent in self.values.items()}
         return {role.path: weight for key, weight in weights.items() for role in self._roles[key]}
 
     def _compute_weight(self, key: str, latent: Tensor) -> Tensor:
-        """F32, the weight that ``latent`` stands for."""
         if key in self._starts:
             start, size = self._starts[key]
             return start + latent * size
@@ -106,7 +108,7 @@ class Latents(nn.Module):
 
     @torch.no_grad()
     def copy_results(self) -> dict[str, Tensor]:
-        """By name of latent, a copy: codes, int8 or uint8, where it is on a grid, else the latent itself."""
+        """Return by latent name a copy on the CPU: int8 or uint8 codes of a quantized matrix, else the latent."""
         floats = {
             key: latent.detach().to("cpu", copy=True) for key, latent in self.values.items() if key not in self._grids
         }
@@ -115,7 +117,7 @@ class Latents(nn.Module):
 
     @torch.no_grad()
     def build_checkpoint(self, results: Mapping[str, Tensor]) -> Checkpoint:
-        """The checkpoint with the ``results`` in it; floats that did not change stay what they were."""
+        """Return the checkpoint with ``results`` (of :meth:`copy_results`) as weights; unchanged floats keep theirs."""
         tensors: dict[str, Weight] = dict(self.checkpoint.tensors)
         for key, result in results.items():
             old = tensors[self._roles[key][0].name]
@@ -130,23 +132,23 @@ class Latents(nn.Module):
 
 def _list_trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequence[str]) -> Iterator[Role]:
     kinds = (NORM, SCALAR) if mode.matrices == "kept" else (NORM, SCALAR, MATRIX)
-    # Choosing the clusters of an ordered head passes no gradient. What the first norm of an EAGLE-3 head would learn,
-    # fc learns, whatever the sizes of states.
-    others = ("input_norm", *HEAD_ROLES, *idle)
+    # The choice of clusters in an ordered head has no gradient. The input norm of an EAGLE-3 head is followed by the
+    # matrix fc, which can learn the same factors.
+    untrained = ("input_norm", *HEAD_ROLES, *idle)
     for role in shapes_of(checkpoint.config):
-        if role.kind in kinds and role.name not in others:
+        if role.kind in kinds and role.name not in untrained:
             yield role
 
 
 class Grid:
-    """Rounds a matrix to its ``stored`` grid, as :class:`~mtp_extract.checkpoint.weight.Steps`, but in torch."""
+    """Scales and codes of a ``stored`` matrix: :class:`~mtp_extract.checkpoint.weight.Steps` for torch."""
 
     def __init__(self, stored: Weight, device: torch.device | str) -> None:
         scheme = stored.scheme
         assert scheme is not None, "the pair was asked for the codes of every matrix"
         steps = stored.steps
         low = scheme.lowest
-        # A symmetric quantizer leaves the least code out, and engines may rely on that.
+        # A symmetric quantizer does not use the lowest code, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
         unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in row_ranges(stored))
         self.low = low + unused
@@ -158,14 +160,15 @@ class Grid:
         self.zero_point = torch.from_numpy(steps.zero_point.astype(np.float32)).to(device)[..., None]
 
     def quantize(self, values: Tensor) -> Tensor:
-        """F32, the nearest codes of ``values``, in their shape."""
+        """Return the nearest code of each value, F32 in the shape of ``values``."""
         blocks = values.view(len(values), -1, self.steps.block)
-        # Where the step is 0, every code stands for 0. In place: of the matrix of the LM head, a copy is 268 MB.
+        # code = clamp(round(value · factor / step) + zero point); where the step is 0, every code means 0.
+        # In place, as a copy of the LM head's matrix takes 268 MB.
         codes = (blocks * self.steps.factor).div_(torch.where(self.size == 0, 1, self.size))
         return codes.round_().add_(self.zero_point).clamp_(self.low, self.high).view(values.shape)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """As :meth:`mtp_extract.checkpoint.weight.Steps.floats`, to the bit."""
+        """Return (code − zero point) · step / factor, bit for bit as the NumPy ``Steps`` compute it."""
         blocks = codes.view(len(codes), -1, self.steps.block)
         floats = (blocks - self.zero_point).mul_(self.size).view(codes.shape)
         return floats if self.steps.factor == 1 else (floats.double() / self.steps.factor).float()

@@ -1,9 +1,9 @@
-"""What a drafter is trained for, over rows of its states, a few rows of logits at a time.
+"""The training losses and their gradients, computed for a few rows of logits at a time.
 
-A row is a state of the drafter after its final norm that aims at a position of a text. Logits of a vocabulary of
-262 144 take a megabyte a row in F32, and a batch has thousands of rows: so logits exist for a few rows at a time only,
-and the gradient is made while they do, in closed form (autograd takes 1.7 to 2.1 times as long). The base's own logits
-are made once for every position, however many rows aim at it.
+A row is a drafter state after the final norm, with the position of a text that it should predict. With a vocabulary of
+262 144, a row of F32 logits takes a megabyte, and a batch has thousands of rows. So only a few rows have logits at a
+time, and their gradient is computed at once in closed form (autograd takes 1.7 to 2.1 times as long). The base's logits
+are computed once for a position, however many rows predict it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-LOGITS_AT_ONCE = 1 << 24  # numbers of a chunk of logits: 64 MiB in F32; a handful of such chunks exist at a time
+LOGITS_AT_ONCE = 1 << 24  # numbers in a chunk of logits: 64 MiB in F32; a handful of chunks exist at a time
 
 OBJECTIVES: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {"mixed": {"ce": 0.6, "tv": 0.4}, "ce": {"ce": 1.0}, "kl": {"kl": 1.0}, "tv": {"tv": 1.0}}
 )
-"""Name → the share of each loss: ``ce``, cross-entropy on the base's choice; ``kl``, the divergence from the base's
-distribution; ``tv``, the probability of a rejection. The agreement that is shown is the first one's."""
+"""Share of each loss by objective: ``ce`` is the cross-entropy on the base's choice, ``kl`` the divergence from the
+base's distribution, ``tv`` the probability of a rejection. The first loss defines the agreement that is reported."""
 
 
 def choose_objective(name: str, temperature: float) -> Mapping[str, float]:
-    """The objective of that name; ``mixed`` leans towards the way of serving."""
+    """Return the losses of the objective ``name``; for sampled serving, ``mixed`` weights ``tv`` more."""
     return {"tv": 0.7, "ce": 0.3} if name == "mixed" and temperature else OBJECTIVES[name]
 
 
 def compute_cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """−log q(c) and whether c is the argmax, F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q less 1
-    at c. ``choices`` c, int64 [rows], are the base's."""
+    """Return the loss and the hits, F32 [rows] each, and overwrite ``logits`` F32 [rows, V] with the gradient.
+
+    ``choices`` int64 [rows] are the base's argmax c. Loss: −log q(c). Gradient: q − onehot(c). Hit: argmax q = c.
+    """
     row = torch.arange(len(logits), device=logits.device)
     hits = (logits.argmax(-1) == choices).float()
     logits -= logits.amax(-1, keepdim=True)
@@ -45,8 +47,11 @@ def compute_cross_entropy_gradient(logits: Tensor, choices: Tensor) -> tuple[Ten
 
 
 def compute_divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p·(log p − log q) and Σ min(p, q), F32 [rows] each; ``logits`` F32 [rows, V] become the derivative, q − p.
-    ``log_p`` F32 [rows, V] are the base's log probabilities, and overwritten."""
+    """Return the loss and the overlap, F32 [rows] each, and overwrite ``logits`` F32 [rows, V] with the gradient.
+
+    ``log_p`` F32 [rows, V] are the base's log probabilities; they are overwritten too. Loss: Σ p·(log p − log q).
+    Gradient: q − p. Overlap: Σ min(p, q).
+    """
     logits -= logits.logsumexp(-1, keepdim=True)
     loss = torch.einsum("rv,rv->r", log_p.exp(), log_p - logits)
     q, p = logits.exp_(), log_p.exp_()
@@ -56,8 +61,9 @@ def compute_divergence_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, 
 
 
 def compute_variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """1 − Σ min(p, q) and Σ min(p, q), F32 [rows] each; ``logits`` become the derivative, q·(g − Σ q·g), with
-    g = ½ sign(q − p). Arguments are those of :func:`compute_divergence_gradient`.
+    """The same as :func:`compute_divergence_gradient` for another loss.
+
+    Loss: 1 − Σ min(p, q). Gradient: q·(g − Σ q·g) with g = ½ sign(q − p). Overlap: Σ min(p, q).
     """
     logits -= logits.logsumexp(-1, keepdim=True)
     q, p = logits.exp_(), log_p.exp_()
@@ -69,7 +75,7 @@ def compute_variation_gradient(logits: Tensor, log_p: Tensor) -> tuple[Tensor, T
 
 
 def find_argmax_tokens(logits: Callable[[Tensor], Tensor], states: Tensor, vocab_size: int) -> Tensor:
-    """int64 [N]: the argmax of the ``logits`` of each of ``states`` [N, width], computed piece by piece."""
+    """Return the argmax of ``logits(states)`` for ``states`` [N, width], int64 [N]; computed in chunks."""
     pieces = torch.split(states, max(1, LOGITS_AT_ONCE // vocab_size))
     return torch.cat([logits(piece).argmax(-1) for piece in pieces])
 
@@ -79,9 +85,9 @@ _GRADIENTS = {"ce": compute_cross_entropy_gradient, "kl": compute_divergence_gra
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """What N rows of a drafter's states aim at, and what they are trained for. P positions of the base, V tokens."""
+    """The targets and the objective of N rows; P positions of the base, V tokens."""
 
-    where: Tensor  # int64 [N], the position that a row aims at
+    where: Tensor  # int64 [N], the position that a row predicts
     choices: Tensor  # int64 [P], the base's argmax
     logits: Callable[[Tensor], Tensor]  # int64 [n] positions → F32 [n, V], soft-capped as the base's are; overwritten
     weight: float  # of every row
@@ -91,23 +97,23 @@ class TrainingRows:
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
     def compute_weights(self, piece: Tensor, loss: str, share: float) -> Tensor:
-        """F32 [n]: what each of the rows ``piece`` counts in ``loss``, which has this ``share`` of all."""
+        """Return the weight of each of the rows ``piece`` in ``loss``, which has this ``share``, F32 [n]."""
         weights = share * torch.full((len(piece),), self.weight, device=self.choosing.device)
         return weights * self.choosing[piece] if loss == "ce" else weights
 
 
 @torch.no_grad()
 def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The loss of ``rows``, and its gradient.
+    """Compute the loss of ``rows`` and its gradient.
 
     Args:
         states: [N, width], after the final norm.
         head: [V, width].
 
     Returns:
-        The weighted sum, F32 []; how well each row agrees, F32 [N]: whether the argmax is the base's or, where ``kl``
-        or ``tv`` comes first, the probability that a draft drawn here is accepted; the derivatives by ``states`` and,
-        where it is trained, by ``head``.
+        The weighted loss, F32 []; the agreement of each row, F32 [N]; the gradients by ``states`` and, if it is
+        trained, by ``head``. The agreement is 1 where the argmax is the base's, else 0; where ``kl`` or ``tv`` comes
+        first, it is the probability that a drawn draft is accepted.
     """
     loss = torch.zeros((), device=states.device)
     agreement = torch.zeros(len(states), device=states.device)
@@ -119,7 +125,7 @@ def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[
         of_states[piece] = gradient.to(head.dtype) @ head
         if of_head is not None:
             of_head.addmm_(gradient.T, states[piece].float())
-        # Before the next piece, which takes as much.
+        # Free it before the next piece, which takes as much memory.
         del gradient
     return loss, agreement, [of_states] if of_head is None else [of_states, of_head.to(head.dtype)]
 
@@ -127,12 +133,13 @@ def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[
 def _compute_logits_gradient(
     rows: TrainingRows, piece: Tensor, states: Tensor, head: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows ``piece``, in order of position, with their ``states``: the derivative by their logits F32 [n, V],
-    their loss [], and how well each agrees [n].
+    """Return for the rows ``piece`` the gradient by their logits F32 [n, V], their loss [], and their agreement [n].
+
+    The rows are in order of position; ``states`` [n, width] are theirs.
     """
     log_p = None
     if rows.objective.keys() != {"ce"}:
-        # Before the drafter's logits are there: making the base's takes several times their memory.
+        # Before the drafter's logits exist: computing the base's takes several times their memory.
         log_p = _compute_base_log_probabilities(rows, rows.where[piece])
     logits = (states @ head.T).float()
     tanh = None
@@ -169,7 +176,7 @@ def _compute_objective_gradient(
 
 
 def _compute_base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:
-    """F32 [n, V], the base's at positions ``where`` [n], which are in order; each position's are made once."""
+    """Return the base's log p at the sorted positions ``where`` [n], F32 [n, V]; equal positions are computed once."""
     positions, row_of = torch.unique_consecutive(where, return_inverse=True)
     log_p = torch.log_softmax(rows.logits(positions).to(where.device).float().div_(rows.temperature), dim=-1)
     return log_p[row_of] if len(positions) < len(where) else log_p

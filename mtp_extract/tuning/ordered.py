@@ -1,9 +1,9 @@
-"""An ordered head for a drafter: clusters of tokens, and centroids that tell in which cluster to look.
+"""Makes an ordered head for a drafter: clusters of tokens, and centroids that select the clusters to score.
 
-A token's vector is the mean state in which it is the dense head's choice, averaged with its own row of that head, since
-many tokens are chosen seldom or never. Clusters of vectors are leaves of a tree of cuts, of equal size. A centroid
-begins at its cluster's mean and is learned as a classifier of states. A head made of one kind of text loses the choices
-of another: so the base also continues random tokens, and what the head keeps is measured on every kind.
+A token's vector is the mean of the states in which the dense head chooses it and of its row in that head, since many
+tokens are chosen seldom or never. The vectors are cut in two again and again, which gives clusters of equal size. Each
+centroid begins at its cluster's mean and is trained as a classifier of states. A head made from one kind of text loses
+choices on other kinds: so the base also continues random tokens, and every kind is measured.
 """
 
 from __future__ import annotations
@@ -41,42 +41,48 @@ from mtp_extract.tuning.train import EVALUATIONS, compute_cosine_decay
 from mtp_extract.tuning.verdict import Comparisons, describe_change, number_units
 
 RANDOM_PROMPTS = 320
-_LEAST_KEPT = 0.995  # of the dense head's choices, on text of each kind
-# On watched text: a quarter of what may be lost, since other text, which decides, loses more.
+_LEAST_KEPT = 0.995  # share of the dense head's choices, on text of each kind
+# The share on watched text: it may lose a quarter as much, since held-out text loses more.
 _ENOUGH = 1 - (1 - _LEAST_KEPT) / 4
 _MOST_LOST = 0.02  # teacher-forced tokens per round, against the dense head
-_RANDOM_LENGTHS, _RANDOM_NEW_TOKENS = (4, 16, 48), 96  # lengths are those of prompts
-_RANDOM_SHARE = 1 / 3  # of the states that are learned from, those over text after random tokens
-_STATES_A_CENTROID, _LEAST_STATES = 200, 200_000  # asked for; the latter where there are few centroids
-_ROW_WEIGHT = 5.0  # a token's own row counts as much as so many states
-_AXIS_FROM, _AXIS_STEPS = 1 << 14, 12  # vectors that the axis of a cut is found from; steps of the power method
-_BATCH, _SCORES_AT_ONCE = 2048, 1 << 23
+_RANDOM_LENGTHS = (4, 16, 48)  # tokens of random prompts
+_RANDOM_NEW_TOKENS = 96
+_RANDOM_SHARE = 1 / 3  # of the training states, those from text after random tokens
+_STATES_A_CENTROID = 200
+_LEAST_STATES = 200_000  # however few centroids there are
+_ROW_WEIGHT = 5.0  # the number of states that a token's row in the dense head counts for
+_AXIS_FROM = 1 << 14  # vectors from which the axis of a cut is computed
+_AXIS_STEPS = 12  # of the power method
+_BATCH = 2048  # states
+_SCORES_AT_ONCE = 1 << 23  # numbers in a chunk of centroid scores
 
 
 class HeadSample(NamedTuple):
     """N states that a drafter's head reads."""
 
     states: Tensor  # [N, width], in the type the drafter computes in
-    choices: Tensor  # int64 [N], the dense head's argmax; or the cluster in which that is
+    choices: Tensor  # int64 [N], the dense head's argmax, or its cluster
     text: Tensor  # int64 [N], index of the text
 
 
 class LearnedHead(NamedTuple):
-    """Clusters of tokens, and what tells in which to look."""
+    """Clusters of tokens with their centroids."""
 
-    ordering: Tensor  # int64 [V], the tokens cluster by cluster
+    ordering: Tensor  # int64 [V], the tokens, cluster by cluster
     centroids: Tensor  # F32 [C, width]
-    best_step: int  # of learning them
+    best_step: int  # the training step that gave these centroids
 
     def rank_choices(self, sample: HeadSample) -> Tensor:
-        """int64 [N]: how many clusters come before the one that has the dense head's choice."""
+        """Return how many clusters score higher than the one with the dense head's choice, int64 [N]."""
         cluster = find_token_clusters(self.ordering, len(self.centroids))
         return rank_clusters(sample.states, self.centroids, cluster[sample.choices])
 
 
 def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any]]:
-    """The pair's checkpoint with an ordered head in place of ``drafter``'s dense one; how it was made, for the record.
-    MtpExtractError where there is too little text of a kind.
+    """Return the pair's checkpoint with an ordered head for ``drafter``, which has a dense one, and its record.
+
+    Raises:
+        MtpExtractError: there is too little text of a kind.
     """
     dense_checkpoint = remove_ordered_head(pair.origin.checkpoint)
     vocabulary = dense_checkpoint.config.vocab_size
@@ -88,7 +94,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
     head = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
-    # What is measured is what is written: centroids may be rounded.
+    # Measure the centroids as they are written, which may round them.
     written = round_like(pair.origin, add_ordered_head(dense_checkpoint, head.ordering, head.centroids, 1))
     head_as_written = head._replace(centroids=torch.from_numpy(written.tensors[CENTROIDS].array().copy()))
     top_k = choose_top_k([head_as_written.rank_choices(sample) for sample in watched], vocabulary, count)
@@ -109,7 +115,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
 def _measure_shares_kept(
     pair: Pair, drafter: Network, head: LearnedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
 ) -> dict[str, Any]:
-    """What share of the dense head's choices is in the first ``top_k`` clusters, by kind of held-out text."""
+    """Measure the share of the dense head's choices in the best ``top_k`` clusters, by kind of held-out text."""
     texts = [text for _, text in corpus.held_out]
     units = number_units(corpus)
     kinds = {
@@ -127,14 +133,14 @@ def _measure_shares_kept(
 
 
 def _count_wanted_states(count: int) -> int:
-    """States that ``count`` centroids are learned from, or chosen and measured by."""
+    """Return how many states to train, choose or measure ``count`` centroids with."""
     return max(_LEAST_STATES, _STATES_A_CENTROID * count)
 
 
 def _collect_kinds(
     pair: Pair, drafter: Network, corpus: Corpus, random_by_side: Mapping[str, Sequence[Text]], count: int
 ) -> tuple[list[HeadSample], list[HeadSample]]:
-    """States to learn from and states to choose by, each over the base's text and over what follows random tokens."""
+    """Return training states and states to choose by; both over the base's text and over text after random tokens."""
     most = _count_wanted_states(count)
     conventions = (LITERT, TRANSFORMERS)
     pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
@@ -147,7 +153,7 @@ def _collect_kinds(
 
 
 def add_zero_head(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with an ordered head of zeros: what holds it can hold one that was made."""
+    """Return ``checkpoint`` with an ordered head of zeros, to ask whether a format can store such a head."""
     before = remove_ordered_head(checkpoint)
     vocabulary = before.config.vocab_size
     centroids = torch.zeros(choose_cluster_count(vocabulary), before.config.hidden_size)
@@ -155,7 +161,7 @@ def add_zero_head(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def choose_cluster_count(vocabulary: int) -> int:
-    """How many clusters of equal size: of about 128 tokens, as official drafters have them, or 16 of few tokens."""
+    """Return the number of equal clusters: of about 128 tokens as in official drafters, 16 in a small vocabulary."""
     wanted = vocabulary // (128 if vocabulary >= 1 << 14 else 16)
     fits = (number for number in range(1, vocabulary + 1) if vocabulary % number == 0)
     return min(fits, key=lambda fit: abs(fit - wanted))
@@ -167,19 +173,19 @@ def remove_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def add_ordered_head(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
-    """``checkpoint`` with an ordered head: tokens cluster by cluster int64 [V], and centroids F32 [C, width]."""
+    """Add an ordered head: ``ordering`` int64 [V] lists tokens cluster by cluster, ``centroids`` are F32 [C, width]."""
     head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_array(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
     return replace(checkpoint, config=config, tensors=MappingProxyType({**checkpoint.tensors, **head}))
 
 
 def find_token_clusters(ordering: Tensor, count: int) -> Tensor:
-    """int64 [V], the cluster of every token, of an ``ordering`` [V] that lists ``count`` clusters one by one."""
+    """Return the cluster of every token, int64 [V]; ``ordering`` [V] lists the tokens of ``count`` clusters in turn."""
     return torch.argsort(ordering) // (len(ordering) // count)
 
 
 def write_random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
-    """By side, what the base writes after random tokens, none of them special."""
+    """Return by side what the base writes after random tokens, none of them special."""
     plan = pair.plan
     prompts = _draw_random_prompts(pair.loaded.tokenizer, pair.base.vocab_size, plan.seed)
     writer = Writer(pair, plan.temperature, min(plan.new_tokens, _RANDOM_NEW_TOKENS))
@@ -187,21 +193,21 @@ def write_random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
     by_side: dict[str, list[Text]] = {}
     for side in (TRAINED, WATCHED, HELD_OUT):
         texts = [text for text in written if split_of(str(list(text.prompt))) == side]
-        # After random tokens a base soon writes the same loops: one that was learned shows nothing.
+        # After random tokens a base soon writes the same loops, which must not be on two sides.
         by_side[side] = filter_new_texts(texts, plan.draft_steps, list(chain(*by_side.values())))
     return by_side
 
 
 def _draw_random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
-    """Prompts of random tokens that are not special, after BOS where there is one."""
+    """Return prompts of random tokens that are not special; they begin with BOS if the tokenizer has it."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    usual = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
-    opened = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ordinary = [token for token in range(min(vocab_size, len(tokenizer))) if token not in special]
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     generator = torch.Generator().manual_seed(seed)
     prompts = []
     for length in islice(cycle(_RANDOM_LENGTHS), RANDOM_PROMPTS):
-        drawn = torch.randint(len(usual), (length,), generator=generator).tolist()
-        prompts.append((*opened, *(usual[index] for index in drawn)))
+        drawn = torch.randint(len(ordinary), (length,), generator=generator).tolist()
+        prompts.append((*start, *(ordinary[index] for index in drawn)))
     return prompts
 
 
@@ -209,8 +215,11 @@ def _draw_random_prompts(tokenizer: Any, vocab_size: int, seed: int) -> list[tup
 def collect_states(
     pair: Pair, drafter: Network, texts: Sequence[Text], most: int, conventions: Sequence[Convention] = (LITERT,)
 ) -> HeadSample:
-    """``most`` states of ``drafter``'s rounds over ``texts`` that count, and what its dense head chooses there;
-    MtpExtractError where none counts."""
+    """Return up to ``most`` states of ``drafter``'s rounds over ``texts`` that count, with its dense head's choices.
+
+    Raises:
+        MtpExtractError: no draft counts.
+    """
     plan = pair.plan
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
     parts: list[HeadSample] = []
@@ -226,7 +235,7 @@ def collect_states(
 def _collect_batch_states(
     pair: Pair, drafter: Network, batch: Batch, texts: Tensor, conventions: Sequence[Convention]
 ) -> Iterator[HeadSample]:
-    """The states of a batch that count, by each of ``conventions``; ``texts`` int64 [B] are its texts' numbers."""
+    """Yield the states that count, one sample for each convention; ``texts`` int64 [B] are the texts' numbers."""
     plan = pair.plan
     head = drafter.lm_head
     counts = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
@@ -240,11 +249,12 @@ def _collect_batch_states(
 def build_head(
     head: Tensor, taught: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
 ) -> LearnedHead:
-    """A head of ``count`` clusters.
+    """Build a head of ``count`` clusters.
 
     Args:
-        head: F32 [V, width], the dense head; overwritten.
-        taught, watched: states to learn from, equal parts of every batch, and to choose by; by kind of text.
+        head: the dense head, F32 [V, width]; overwritten.
+        taught: training states by kind of text; every batch has equal parts of them.
+        watched: states by which the best centroids are chosen, by kind of text.
     """
     vectors = _compute_token_vectors(head, taught)
     ordering = split_into_clusters(vectors, torch.arange(len(vectors)), count)
@@ -259,10 +269,11 @@ def build_head(
 
 
 def _compute_token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
-    """F32 [V, width]: of each token, the mean of the states in which it is chosen and of its row of ``head``.
+    """Return for each token the mean of the states in which it is chosen and of its row of ``head``, F32 [V, width].
 
     Rows are scaled to the mean length of states, and count as :data:`_ROW_WEIGHT` of them; ``head`` is overwritten.
     """
+    # (w·row + Σ states) / (w + number of states), with w = _ROW_WEIGHT
     state_length = float(taught[0].states.float().norm(dim=1).mean())
     row_length = float(head.norm(dim=1).mean())
     head.mul_(_ROW_WEIGHT * state_length / (row_length or 1.0))
@@ -276,16 +287,17 @@ def _compute_token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor
 
 
 def split_into_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
-    """int64 [N]: ``members`` [N], rows of ``vectors`` F32 [V, width], in ``count`` clusters of one size, one by one.
+    """Return ``members`` int64 [N] in order of their cluster; the ``count`` clusters have one size, so it divides N.
 
-    They are cut in two along the axis of greatest spread, and again; ``count`` divides N.
+    Members are rows of ``vectors`` F32 [V, width]. They are cut in two along the axis of greatest variance, and each
+    part again.
     """
     if count == 1:
         return members.sort().values
     points = vectors[members]
     least = torch.finfo(vectors.dtype).tiny
 
-    # The axis of greatest spread, by the power method; where all vectors are equal, any will do.
+    # The power method finds the axis of greatest variance; where all vectors are equal, any axis will do.
     sample = points[:: -(-len(points) // _AXIS_FROM)]
     sample = sample - sample.mean(dim=0)
     axis = sample[sample.square().sum(dim=1).argmax()]
@@ -301,7 +313,7 @@ def split_into_clusters(vectors: Tensor, members: Tensor, count: int) -> Tensor:
 
 
 def rank_clusters(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
-    """int64 [N]: how many of ``centroids`` [C, width] score higher on each state than that of ``cluster`` int64 [N]."""
+    """Return how many ``centroids`` [C, width] score higher on each state than that of ``cluster`` int64 [N]."""
     rows_at_once = max(1, _SCORES_AT_ONCE // len(centroids))
     parts = [cluster[:0]]
     for piece, right in zip(torch.split(states, rows_at_once), torch.split(cluster, rows_at_once), strict=True):
@@ -311,7 +323,7 @@ def rank_clusters(states: Tensor, centroids: Tensor, cluster: Tensor) -> Tensor:
 
 
 def count_clusters_needed(kinds: Sequence[Tensor]) -> int:
-    """How many clusters keep enough of the choices on every kind of text, by the ranks of the right ones."""
+    """Return how many clusters keep enough of the choices on every kind; ``kinds`` are ranks of the right cluster."""
     return max(int(rank.sort().values[math.ceil(_ENOUGH * len(rank)) - 1]) + 1 for rank in kinds)
 
 
@@ -320,7 +332,7 @@ def choose_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
 
     ``watched`` are ranks by kind of text, int64 [N] each.
     """
-    # With more than half of the rows, too few are saved.
+    # A head that reads more than half of the rows saves too little.
     most = max(1, (vocabulary // 2 - count) // (vocabulary // count))
     return min(most, 1 << (count_clusters_needed(watched) - 1).bit_length())
 
@@ -328,16 +340,16 @@ def choose_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
 def learn_centroids(
     taught: Sequence[HeadSample], watched: Sequence[HeadSample], means: Tensor, *, steps: int, seed: int
 ) -> tuple[Tensor, int]:
-    """Centroids F32 [C, width] that look into the fewest clusters on the worst kind; and the step that made them.
+    """Train centroids F32 [C, width]; return those that need the fewest clusters on the worst kind, and their step.
 
-    They begin at the ``means`` F32 [C, width] of their clusters, which are step 0, and minimize cross-entropy over
-    clusters: ``choices`` of the samples are clusters here. Of those that need as many clusters, those are best whose
-    mean log2 of ranks, summed over kinds, is least.
+    They begin at the ``means`` F32 [C, width] of their clusters, which are step 0, and minimize the cross-entropy over
+    clusters: ``choices`` of the samples are clusters here. Among centroids that need equally many clusters, those win
+    whose mean log2(rank + 1), summed over kinds, is lowest.
     """
     random = torch.Generator().manual_seed(seed)
-    # States of a root mean square of 1, and scores of about as much.
-    some = taught[0].states
-    size = float(torch.linalg.vector_norm(some, dtype=torch.float32)) / some.numel() ** 0.5 or 1.0
+    # States are divided by their root mean square, so that states and scores are of size 1.
+    first_states = taught[0].states
+    size = float(torch.linalg.vector_norm(first_states, dtype=torch.float32)) / first_states.numel() ** 0.5 or 1.0
     rows = (means / (float(means.norm(dim=1).mean()) or 1.0)).requires_grad_()
     highest_rate = 1 / means.shape[1]
     optimizer = torch.optim.Adam([rows], lr=highest_rate, betas=(0.9, 0.99))
@@ -348,7 +360,7 @@ def learn_centroids(
         mean_logs = [float((rank + 1).double().log2().mean()) for rank in kinds]
         return (count_clusters_needed(kinds), sum(mean_logs)), step, copied
 
-    # Less is better; of those that are as good, the earlier.
+    # The lowest score is the best; among equal ones the earliest.
     best = score_centroids(0)
     for step in range(1, steps + 1):
         states, cluster = _draw_states(taught, random)
@@ -364,7 +376,7 @@ def learn_centroids(
 
 
 def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A batch, equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
+    """Draw a batch with equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
     size = (_BATCH // len(taught),)
     drawn = [(sample, torch.randint(len(sample.states), size, generator=random)) for sample in taught]
     states = torch.cat([sample.states[index].float() for sample, index in drawn])
@@ -372,14 +384,17 @@ def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple
 
 
 def _mask_rivals(scores: Tensor, cluster: Tensor) -> Tensor:
-    """``scores`` [n, C], -inf for the best few clusters: they are looked into anyhow, so no rivals of the right one."""
+    """Set the scores [n, C] of the best few clusters to -inf, except the right one.
+
+    They will be searched anyway, so the right cluster need not score higher than they do.
+    """
     right = cluster[:, None]
-    looked_into = scores.detach().topk(1 << int(math.log2(scores.shape[1]) / 2), dim=1).indices
-    return scores.scatter(1, looked_into, -torch.inf).scatter(1, right, scores.gather(1, right))
+    searched = scores.detach().topk(1 << int(math.log2(scores.shape[1]) / 2), dim=1).indices
+    return scores.scatter(1, searched, -torch.inf).scatter(1, right, scores.gather(1, right))
 
 
 def list_head_refusals(shares: Mapping[str, Mapping[str, Any]], comparisons: Comparisons) -> Iterator[str]:
-    """Why the head is not to be saved; ``shares`` says what it keeps of the dense head's choices, by kind of text."""
+    """Yield the reasons against saving the head; ``shares`` are those of :func:`_measure_shares_kept`."""
     for name, kind in shares.items():
         if kind["share"] < _LEAST_KEPT:
             kept_of = f"{kind['share']:.2%} of the dense head's choices on held-out text ({name})"

@@ -1,4 +1,4 @@
-"""The drafter and its base, loaded, in each of the processes that train together; and a drafter written as it was."""
+"""Loads the drafter and its base in every training process, and writes a tuned drafter in its original format."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Pair:
     """A drafter beside its base.
 
     Args:
-        reporter: told what is being done; of several processes by the first.
+        reporter: receives progress; only the first of several processes reports.
 
     Attributes:
         origin: the drafter's directory, with its checkpoint.
-        drafter: in the type it computes in beside the base. Where the plan names no drafter, this and ``origin`` are
-            there from :meth:`load_origin` on.
+        drafter: in the dtype that it computes in beside the base. If the plan names no drafter, this and ``origin``
+            are set by :meth:`load_origin`.
 
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
@@ -52,7 +52,7 @@ class Pair:
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = (reporter if self.accelerator.is_main_process else SILENT).say
         origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
-        # What is cheap to see is seen before the base is loaded, which may take minutes.
+        # Check the drafter before the base is loaded, which may take minutes.
         if origin is not None and plan.mode == "qat":
             require_codes(origin, list_idle_roles(plan))
         self.say(f"loading the base {plan.base}")
@@ -64,7 +64,7 @@ class Pair:
             self.load_origin(origin)
 
     def load_origin(self, origin: ReadDirectory) -> None:
-        """Put the drafter of ``origin`` beside the base; raises MtpExtractError where it does not fit."""
+        """Load the drafter of ``origin``; raise MtpExtractError if it does not fit the base."""
         self.origin = origin
         with memory_guard("loading the drafter"):
             self.drafter = self.load_rounded(origin.checkpoint)
@@ -72,7 +72,7 @@ class Pair:
 
     @cached_property
     def base_fingerprint(self) -> str:
-        """XXH3-128 of the base's weights, on which its text depends."""
+        """XXH3-128 of the base's weights; stored text is reused only with the same base."""
         digest = xxh3_128()
         for name, value in sorted(self.loaded.model.state_dict().items()):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
@@ -80,18 +80,18 @@ class Pair:
         return digest.hexdigest()
 
     def load_rounded(self, checkpoint: Checkpoint) -> Network:
-        """``checkpoint``, rounded as it will be in a directory like the origin: what is measured is what is written."""
-        written = round_like(self.origin, checkpoint)
-        return load_any(written, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+        """Load ``checkpoint`` rounded to the format of the origin, so that a measurement is of the written weights."""
+        rounded = round_like(self.origin, checkpoint)
+        return load_any(rounded, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
 
 def list_idle_roles(plan: TuningPlan) -> tuple[str, ...]:
-    """Roles that are not trained: a round of one step never reads the state that the step hands on."""
+    """List the roles that are not trained: with one draft step, nothing reads the state for the next step."""
     return ("post_projection",) if plan.draft_steps == 1 else ()
 
 
 def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
-    """Raise UnsupportedError where a matrix of ``origin`` that is not ``idle`` has no codes, on whose grid to train."""
+    """Raise UnsupportedError if a matrix of ``origin`` that is trained, so not in ``idle``, has no codes."""
     tensors = origin.checkpoint.tensors
     for role in shapes_of(origin.checkpoint.config):
         if role.kind == MATRIX and role.name not in (*HEAD_ROLES, *idle) and tensors[role.name].scheme is None:
@@ -104,16 +104,16 @@ def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
 
 
 def plan_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
-    """``checkpoint`` in the format, type and with the codes of ``origin``; UnsupportedError where it has no room."""
+    """Plan ``checkpoint`` in the format and dtype of ``origin``; raise UnsupportedError if that cannot hold it."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
-    # Integers where they are not beside floats but in their place.
+    # Codes that `extra_codes` does not list are stored in place of floats, not beside them.
     dtype = CODES if coded and CODES in EVERY[origin.layout].dtypes else origin.checkpoint.dtype
     return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(DtypeName, dtype), codes=bool(origin.extra_codes)))
 
 
 def round_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` as it reads back where it is written like ``origin``: rounded to what that holds."""
+    """Return ``checkpoint`` as it would be read back from a directory in the format of ``origin``."""
     stored = plan_like(origin, checkpoint).stored
     rounded = {
         role: weight.written for role, weight in stored.items() if weight.rounded_to and role in checkpoint.tensors
@@ -122,7 +122,7 @@ def round_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
-    """Raise UnsupportedError where the format of ``origin`` has no room for what ``mode`` makes, which ``like`` has."""
+    """Raise UnsupportedError if the format of ``origin`` cannot hold ``like``, an example of what ``mode`` makes."""
     try:
         stored = plan_like(origin, like).stored.values()
         why = next((f"{weight.why}." for weight in stored if weight.how == NOTHING), None)
@@ -139,10 +139,13 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
 def write_made(
     origin: ReadDirectory, checkpoint: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]
 ) -> None:
-    """Write ``checkpoint`` as ``origin`` is written, to the plan's target, with ``about`` under ``key`` of the record;
-    OutputError where it cannot be written, or reads back differently: nothing is left behind."""
+    """Write ``checkpoint`` in the format of ``origin`` to the plan's target, with ``about`` as ``key`` of the record.
+
+    Raises:
+        OutputError: it cannot be written, or reads back differently; nothing is left behind.
+    """
     planned = plan_like(origin, checkpoint)
     made_from = "tuned_from" if key == "tuning" else "made_from"
-    # The origin's proof holds for other weights, or another head.
+    # The origin's proof is of other weights, or another head.
     record = {**origin_of(origin, planned), "proof": None, key: {**about, made_from: origin.sums}}
     write(planned, plan.target, record, overwrite=plan.overwrite, inputs=plan.inputs)

@@ -1,4 +1,4 @@
-"""What a training is asked to do: a drafter, its base, the text, and how it is trained."""
+"""The arguments of a tuning."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Mode = Literal["norms", "qat", "float", "ordered", "eagle3"]
 Objective = Literal["mixed", "ce", "kl", "tv"]
 
 ORDERED, EAGLE3 = "ordered", "eagle3"
-"""The modes that make a head."""
+"""The modes that make a new head."""
 
 _STEPS = {"norms": 500, "qat": 500, "float": 500, ORDERED: 600, EAGLE3: 300}
 
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """A drafter, its base, the text, and how it is trained: as :func:`~mtp_extract.api.tune` explains it."""
+    """The arguments of :func:`~mtp_extract.api.tune`, which explains them."""
 
     directory: Path | None
     base: str
@@ -49,7 +49,7 @@ class TuningPlan:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        """Raise PlanError where a name is none of its choices, a number is out of bounds, or two exclude each other."""
+        """Raise PlanError if a value is not allowed, or two arguments exclude each other."""
         check_choice("mode", self.mode, get_args(Mode))
         check_choice("objective", self.objective, get_args(Objective))
         check_bounds("temperature", self.temperature, least=0, most=100)
@@ -65,36 +65,36 @@ class TuningPlan:
 
     @property
     def target(self) -> Path:
-        """Where the result goes."""
+        """The directory that the result is written to."""
         name = Path(self.base) if self.directory is None else self.directory
         return self.out or Path(f"{name.resolve().name}-{EAGLE3 if self.directory is None else 'tuned'}")
 
     @property
     def kept_in(self) -> Path:
-        """Where text, state and log are."""
+        """The folder of text, training state and log."""
         return self.work or self.target.with_name(f"{self.target.name}.work")
 
     @property
     def optimizer_steps(self) -> int:
-        """``steps``, or the mode's own number of them."""
+        """``steps``, or the default of the mode."""
         return self.steps or _STEPS[self.mode]
 
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
-        """What is read, and so is not replaced."""
+        """The files that are read, and must not be overwritten."""
         return self.directory, *files_of(self.base), self.prompts, self.text
 
     @property
     def recipe(self) -> dict[str, object]:
-        """How it is trained, for the record."""
+        """The training parameters, for the record."""
         fields = ("draft_steps", "batch", "objective", "temperature", "learning_rate", "seed")
         return {name: getattr(self, name) for name in fields} | {"steps": self.optimizer_steps}
 
     def check(self) -> None:
-        """Before anything is loaded, raise MtpExtractError where ``out`` holds something else, or cannot be written."""
+        """Raise MtpExtractError if ``out`` holds other files or cannot be written; called before anything is loaded."""
         from mtp_extract.pipeline.check import recorded
 
-        # Of several processes the first writes. A check holds the place, and two at once would be in each other's way.
+        # Only the first process writes, and the check locks the place: a second one at the same time would fail.
         if os.environ.get("RANK", "0") == "0":
             check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
 

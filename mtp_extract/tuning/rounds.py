@@ -1,7 +1,7 @@
-"""Rounds of drafts along texts: what the base computes there, draft steps from every anchor, and measuring them.
+"""Rounds of drafts along texts: the base's states, K draft steps from every anchor, and their acceptance.
 
-An *anchor* is a position to draft from; K of the drafter's own steps follow it. Where accelerate starts several
-processes, each measures a share of the texts.
+An *anchor* is a position of a text from which the drafter drafts. Where accelerate starts several processes, each
+measures a share of the texts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, find_argmax_tokens
 from mtp_extract.tuning.pair import Pair
 
-_TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: of fewer it takes hardly less time
-_OF_FREE_MEMORY = 0.5  # for what the base computes over the texts
+_TOKENS_AT_ONCE = 256  # of short texts in one forward of the base: fewer take hardly less time
+_OF_FREE_MEMORY = 0.5  # share that cached states may take
 
 Columns = Mapping[str, Tensor]
-"""What the base computes over a text, in main memory, a row a token: ``tokens``, ``hidden`` (after the final norm),
-``choices`` (its argmax after each), ``layer 3`` (the state that enters it), ``K of`` and ``V of`` a layer type."""
+"""The base's results over a text, in main memory, with a row for each token: ``tokens``, ``hidden`` (after the final
+norm), ``choices`` (argmax after each token), ``layer 3`` (input of that layer), ``K of`` and ``V of`` a layer type."""
 
 
 @torch.no_grad()
 def compute_states(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -> list[Columns]:
-    """What ``base`` computes over each of ``texts``, in one forward, as far as ``needs`` asks for it."""
+    """Compute with ``base`` the states that ``needs`` names, over ``texts`` in one forward."""
     tokens = pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(base.device)
     full = base.feed(tokens, needs.layers)
     choices = find_argmax_tokens(base.logits, full.hidden.flatten(0, 1), base.vocab_size).view(tokens.shape)
@@ -44,7 +44,7 @@ def compute_states(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -
     columns |= {f"layer {layer}": states for layer, states in full.layers.items()}
     for kind in needs.shared_kv:
         columns[f"K of {kind}"], columns[f"V of {kind}"] = (part.transpose(1, 2) for part in full.shared_kv[kind])
-    # Copies, so that a text that stays in memory does not keep the tensors of all the others there.
+    # Copies, so that a cached text does not keep the tensors of the whole batch in memory.
     return [
         {name: column[row, : len(text.tokens)].to("cpu", copy=True) for name, column in columns.items()}
         for row, text in enumerate(texts)
@@ -54,8 +54,8 @@ def compute_states(base: Base, needs: BaseRequirements, texts: Sequence[Text]) -
 class States:
     """The base's states over texts: cached until half of the free memory is used, else computed on every request.
 
-    Which texts share a forward depends on the texts alone, so the numbers are the same, to the bit, in every run. Texts
-    of similar length do, as many as one forward takes and at most ``batch``; a long one is alone.
+    Texts of similar length share a forward, at most ``batch`` of them; a long text has its own. The groups depend on
+    the texts alone, so the states are the same in every run, to the bit.
     """
 
     def __init__(self, base: Base, needs: BaseRequirements, texts: Sequence[Text], batch: int) -> None:
@@ -72,7 +72,7 @@ class States:
         self._group_of = {text: tuple(group) for group in groups for text in group}
 
     def look_up(self, texts: Sequence[Text]) -> list[Columns]:
-        """Of each of ``texts``, which are among those of the constructor."""
+        """Return the states over ``texts``, which must be texts of the constructor."""
         columns_of: dict[Text, Columns] = {}
         for group in dict.fromkeys(self._group_of[text] for text in texts):
             items = self._cache.get(group) or compute_states(self._base, self._needs, group)
@@ -89,19 +89,19 @@ class States:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded at their ends. B texts, L tokens, A anchors each."""
+    """B texts, padded at their ends to L tokens, with A anchors each."""
 
-    fed: BaseOutput  # what the base knows of them
+    fed: BaseOutput  # the base's output over the texts
     lengths: Tensor  # int64 [B]
     choices: Tensor  # int64 [B, L], the base's argmax after each token
     anchors: Tensor  # int64 [B, A]
-    real: Tensor  # bool [B, A]; False where a text has fewer anchors, and the anchor is a placeholder
+    real: Tensor  # bool [B, A]; False for the placeholders of a text with fewer anchors
 
     @classmethod
     def of(
         cls, items: Sequence[Columns], needs: BaseRequirements, anchors: Tensor, real: Tensor, device: torch.device
     ) -> Batch:
-        """The texts of ``items``, on ``device``."""
+        """Pad the texts of ``items`` and move them to ``device``."""
         padded = {name: pad_sequence([item[name] for item in items], batch_first=True).to(device) for name in items[0]}
 
         def transpose_heads(name: str) -> Tensor:  # [B, KV heads, L, head_dim]
@@ -120,9 +120,9 @@ class Batch:
 
 
 def draw_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``count`` anchors of each text, none twice, in order, and which of them are real; int64 and bool [B, count].
+    """Draw ``count`` different anchors of each text; return them in order, int64 [B, count], and which are real, bool.
 
-    A text with fewer has all of them, and placeholders after them.
+    A text with fewer anchors has all of them, then placeholders.
     """
     anchors = torch.ones(len(texts), count, dtype=torch.long)
     real = torch.zeros(len(texts), count, dtype=torch.bool)
@@ -136,9 +136,9 @@ def draw_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) 
 class Rounds(nn.Module):
     """K draft steps from every anchor of a batch; a module, so that ``functional_call`` can replace its weights.
 
-    Every step reads the text's token, which is the drafter's own wherever the step counts: in greedy text a step counts
-    only where all before it drafted the text's tokens, and in sampled text an accepted draft has the base's
-    distribution, as the text does.
+    Every step reads the text's token in place of the drafter's. Wherever a step counts, the two agree: in greedy text,
+    all drafts before it are the text's tokens; in sampled text, an accepted draft has the base's distribution, as the
+    text does.
     """
 
     def __init__(self, drafter: Network, steps: int) -> None:
@@ -147,7 +147,7 @@ class Rounds(nn.Module):
         self.steps = steps
 
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
-        """States after the final norm, [K, B, A, width]."""
+        """Return the states after the final norm, [K, B, A, width]."""
         drafter = self.drafter
         start = RoundStart(batch.fed, batch.anchors, embed)
         state: Any = drafter.start(start, convention) if isinstance(drafter, MtpDrafter) else drafter.start(start)
@@ -159,7 +159,10 @@ class Rounds(nn.Module):
 
 
 def find_target_positions(batch: Batch, steps: int) -> Tensor:
-    """int64 [K, B, A]: the position, of B · L, after whose token each step's draft comes; in a text's end, its last."""
+    """Return the position, in the flattened B · L, whose next token each step drafts, int64 [K, B, A].
+
+    Steps beyond the last token have the last position.
+    """
     rows, length = batch.fed.tokens.shape
     device = batch.anchors.device
     later = batch.anchors + torch.arange(steps, device=device)[:, None, None]
@@ -167,10 +170,10 @@ def find_target_positions(batch: Batch, steps: int) -> Tensor:
 
 
 def mark_counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
-    """bool [K, B, A]: which steps count: those whose target lies within the text.
+    """Return which steps count, bool [K, B, A]: those whose target lies within the text.
 
-    In ``greedy`` serving, only while the text is what the base chooses: elsewhere (in text by people) the round has
-    ended before.
+    In ``greedy`` serving a step counts only while the text is what the base chooses; in human text it may not be, and
+    the round would have ended there.
     """
     later = batch.anchors + torch.arange(1, steps + 1, device=batch.anchors.device)[:, None, None]
     counts = batch.real & (later < batch.lengths[:, None])
@@ -178,13 +181,13 @@ def mark_counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
         follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
         follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
         chosen = follows.flatten()[find_target_positions(batch, steps)]
-        chosen[0] = True  # the pending token is the base's own
+        chosen[0] = True  # the token at the anchor is given
         counts &= chosen.int().cumprod(dim=0).bool()
     return counts
 
 
 def draw_batch(pair: Pair, drafter: Network, texts: Sequence[Text], most: int | None = None) -> Batch:
-    """``texts`` beside the base, with at most ``most`` random anchors of each; by default with all."""
+    """Compute the base's states over ``texts``, and draw at most ``most`` anchors of each (all by default)."""
     count = max(len(text.anchors) for text in texts)
     generator = torch.Generator().manual_seed(pair.plan.seed)
     anchors, real = draw_anchors(texts, count if most is None else min(most, count), generator)
@@ -196,7 +199,10 @@ def draw_batch(pair: Pair, drafter: Network, texts: Sequence[Text], most: int | 
 
 
 def measure_acceptance(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Acceptance:
-    """How many drafts of ``drafter`` stand after every anchor of ``texts`` that has all targets, as they are served."""
+    """Measure how many drafts of ``drafter`` are accepted after each anchor of ``texts`` that has K targets.
+
+    The plan's temperature decides between greedy and sampled acceptance.
+    """
     accelerator = pair.accelerator
     shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
     parts: list[Acceptance] = []
@@ -205,17 +211,18 @@ def measure_acceptance(pair: Pair, drafter: Network, texts: Sequence[Text]) -> A
         part = _measure_batch(pair, drafter, [texts[row] for row in rows])
         parts.append(replace(part, text=torch.tensor(rows)[part.text]))
     joined = Acceptance.joined(gather_object(parts))
-    # A text is in one part: its anchors stay in order.
+    # Each text is in one part, so a stable sort keeps its anchors in order.
     return joined.where(torch.argsort(joined.text, stable=True))
 
 
 @torch.no_grad()
 def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Acceptance:
-    """The drafts that stand along ``texts``, which are one batch.
+    """Measure the accepted drafts along ``texts``, which are one batch.
 
-    Greedily those that are its tokens. A draft drawn from q is accepted with probability min(1, p / q), and what is
-    accepted has the base's distribution p; so along a text x drawn from p the first i drafts are accepted with the mean
-    of ∏ min(1, q(x) / p(x)), the last factor replaced by its mean over x, Σ min(p, q).
+    A greedy draft is accepted if it is the text's token. A draft drawn from q is accepted with probability
+    min(1, p / q), and an accepted draft has the base's distribution p. So along a text x drawn from p, the probability
+    that the first i drafts are accepted is the mean of ∏ min(1, q(x) / p(x)), where Σ min(p, q), the mean over x,
+    replaces the last factor.
     """
     steps = pair.plan.draft_steps
     batch = draw_batch(pair, drafter, texts)
@@ -227,6 +234,7 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
     parts = [_compute_acceptance(pair, drafter, batch, *piece) for piece in zip(*rows, strict=True)]
     of_token, mean = (torch.cat(column).double().cpu().view(positions.shape) for column in zip(*parts, strict=True))
 
+    # stands[i] = ∏ over the drafts before i of min(1, q(x) / p(x)), times Σ min(p, q)
     along = of_token.cumprod(dim=0)
     stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
     text = torch.arange(len(texts))[:, None].expand(complete.shape)[complete.cpu()]
@@ -236,9 +244,10 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
 def _compute_acceptance(
     pair: Pair, drafter: Network, batch: Batch, states: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """min(1, q(x) / p(x)) of the text's token x after ``positions`` int64 [n], of B · L, and its mean over all tokens.
+    """Return min(1, q(x) / p(x)) for the text's next token x, and Σ min(p, q), its mean over all tokens; [n] each.
 
-    ``states`` [n, width] are the drafter's there, of :class:`Rounds`. Greedily both say whether the draft is x; [n].
+    ``positions`` int64 [n] are in the flattened B · L, and ``states`` [n, width] are the drafter's states there. In
+    greedy serving both results say whether the draft is x.
     """
     logits = drafter.logits(states).float()
     next_token = batch.fed.tokens.flatten()[positions + 1]

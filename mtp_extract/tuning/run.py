@@ -1,4 +1,4 @@
-"""A whole tuning, from a plan to a directory: text, training, before and after, and what is better is saved."""
+"""Runs a tuning: collect text, train or make a head, compare on held-out text, and save an improvement."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from mtp_extract.tuning.work import lock_folder
 
 @dataclass(frozen=True)
 class Outcome:
-    directory: Path | None  # what was written; None for nothing
-    refused: tuple[str, ...]  # why it was not accepted; empty if it was
-    comparisons: Comparisons  # before and after
-    corpus: Corpus  # the texts
-    record: Mapping[str, Any]  # what ``extraction.json`` says of it
+    directory: Path | None  # the result; None if it was not written
+    refused: tuple[str, ...]  # reasons against saving it; empty if it was accepted
+    comparisons: Comparisons  # before and after, on held-out text
+    corpus: Corpus
+    record: Mapping[str, Any]  # its entry in ``extraction.json``
     notes: tuple[str, ...]  # things worth knowing that are not errors
 
 
 def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
-    """Train, or make a head, and save what is better, as :func:`mtp_extract.api.tune` says."""
+    """Run ``plan``, as :func:`mtp_extract.api.tune` describes."""
     plan.check()
-    # Too few prompts are no reason to load a base.
+    # Fail on too few prompts before the base is loaded.
     split_prompts(plan)
     pair = Pair(plan, reporter)
-    # Nor does work begin where the drafter's format has no room for what the mode makes.
+    # Fail before any work if the drafter's format cannot hold the result.
     if plan.mode == ORDERED:
         check_writable(pair.origin, add_zero_head(pair.origin.checkpoint), ORDERED)
     elif plan.mode != EAGLE3:
@@ -81,7 +81,7 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
 
 
 def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[Checkpoint, dict[str, Any], Comparisons]:
-    """What the plan's mode makes, how it was made, and how it drafts on held-out text beside what was there before."""
+    """Return the checkpoint that the plan's mode makes, its record, and its comparison with the one before."""
     mode = pair.plan.mode
     if mode == EAGLE3:
         add_untrained_head(pair, corpus.trained)
@@ -110,7 +110,7 @@ def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[C
 
 
 def _describe_agreement(corpus: Corpus) -> Iterator[str]:
-    """How far the base would have written the texts that another wrote."""
+    """Yield a note on how often the base chooses the tokens that another writer wrote."""
     if writer := corpus.text_from:
         texts = f"{writer['positions']} tokens of {writer['texts']} texts that {escape(writer['kind'])} wrote"
         yield f"The base at hand would have written {writer['agreement']:.1%} of {texts}."

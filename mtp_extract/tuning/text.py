@@ -1,6 +1,6 @@
-"""The text a drafter is tuned on: what the base, or a server that has it, writes after prompts; or text by people.
+"""The text for a tuning: written by the base, by a server with the same base, or by people.
 
-What is written is kept in ``texts.jsonl``, a line a batch. A run that was interrupted resumes with the same text, since
+Written text is stored in ``texts.jsonl``, a line for each batch. An interrupted run resumes with the same text, since
 batches and their random numbers depend on the prompts and the seed alone.
 """
 
@@ -33,38 +33,39 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.work import replace_file
 
-_LEAST_AGREEMENT = 0.9  # of greedy text by a server: a base in four bits agrees with itself in sixteen at 0.93 to 0.97
-_LARGEST = 1 << 34  # bytes of all texts
-_LOOKED_AT = 32  # texts, to see whose they are
-_ARGUMENTS = {"key": "text_key", "model": "text_model"}  # of a server, as a plan calls them
+_LEAST_AGREEMENT = 0.9  # of a server's greedy text: a base in 4 bits agrees with itself in 16 bits at 0.93 to 0.97
+_LARGEST = 1 << 34  # bytes of `texts.jsonl`
+_LOOKED_AT = 32  # texts that are compared with the base
+_ARGUMENTS = {"key": "text_key", "model": "text_model"}  # a server's argument → its name in a plan
 
 PromptTokens = tuple[int, ...]
-"""A prompt as the base is fed it."""
+"""The tokens of a prompt."""
 
 
 class TextBatch(msgspec.Struct, frozen=True):
-    """What follows the prompts of a batch, as it is kept."""
+    """A line of ``texts.jsonl``: the continuations of a batch of prompts."""
 
-    name: str  # of all that it depends on
+    name: str  # hash of all that the text depends on
     tokens: list[PromptTokens]
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The pair's base, or a server that has it, writing."""
+    """Continues prompts with the pair's base, or with a server that has the same base."""
 
     pair: Pair
     temperature: float
-    new_tokens: int  # most of them of a text
+    new_tokens: int  # at most, for each prompt
     server: Server | None = None
-    # of each prompt, as a server is asked it
+    # text or messages of each prompt, which a server gets in place of tokens
     contents: Mapping[PromptTokens, str | Messages] = field(default_factory=dict)
 
     def write_texts(
         self, prompts: Sequence[PromptTokens], reporter: Reporter = SILENT, what: str = "prompts"
     ) -> list[Text]:
-        """What follows each of ``prompts``, which are ``what``: what is not kept yet is written, by all processes, a
-        batch each at a time.
+        """Return each of ``prompts`` with its continuation; ``what`` names them in progress reports.
+
+        Stored continuations are reused. The others are written now, by all processes, a batch each at a time.
 
         Raises:
             CheckpointError, OutputError: the file of texts is damaged, or cannot be written.
@@ -81,7 +82,7 @@ class Writer:
     def _read_or_write(
         self, batches: Sequence[Sequence[PromptTokens]], reporter: Reporter
     ) -> dict[PromptTokens, PromptTokens]:
-        """What follows each prompt of ``batches``: read from the file of texts, or written now and added to it."""
+        """Return the continuation of each prompt; new ones are appended to ``texts.jsonl``."""
         accelerator = self.pair.accelerator
         path = self.pair.plan.kept_in / "texts.jsonl"
         stored, size = _read_stored_batches(path)
@@ -89,7 +90,7 @@ class Writer:
         prompts = sum(map(len, batches))
         done = 0
         for first in range(0, len(batches), accelerator.num_processes):
-            # A batch for each process, whose lines the first of them writes.
+            # Each process continues a batch, and the first process writes all their lines.
             together = named[first : first + accelerator.num_processes]
             mine = together[accelerator.process_index :][:1]
             new = [TextBatch(name, self._continue_batch(batch)) for name, batch in mine if name not in stored]
@@ -103,7 +104,6 @@ class Writer:
         return dict(chain.from_iterable(zip(batch, stored[name], strict=True) for name, batch in named))
 
     def _continue_batch(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
-        """What follows each of a batch, whose rows draw other numbers from one seed."""
         if self.server is not None:
             return self._ask_server(self.server, prompts)
         return continue_prompts(
@@ -116,10 +116,13 @@ class Writer:
         )
 
     def _ask_server(self, server: Server, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
-        """What ``server`` answers to each of a batch.
+        """Return the tokens of ``server``'s answers to a batch.
 
-        A server leaves out the marks around thoughts, so nobody knows which tokens they were: then there are tokens
-        only where it gives them. Raises PairError where it writes tokens that the base at hand does not have.
+        An answer without token ids is encoded from its text. One with thoughts then counts as empty, since a server
+        leaves out the marker tokens around them.
+
+        Raises:
+            PairError: a token is outside the base's vocabulary.
         """
         vocab_size = self.pair.base.vocab_size
         chat_template = self.pair.plan.chat_template
@@ -147,17 +150,17 @@ class Writer:
         return self.pair.plan.seed if self.temperature > 0 else 0
 
     def _hash_batch(self, batch: Sequence[PromptTokens]) -> str:
-        """Of a batch: equal where the same text would be written again."""
+        """Return a name that is equal for batches with the same continuations."""
         pair = self.pair
         server = self.server
-        # A server's text is made tokens by the tokenizer of the base at hand.
+        # The base's fingerprint counts for a server's text too, as the base's tokenizer encodes that.
         by = [server.kind.name, server.model, pair.plan.chat_template] if server else list(pair.base.stop_token_ids)
         depends_on = [pair.base_fingerprint, self._seed, self.temperature, self.new_tokens, by, batch]
         return sha256(json.dumps(depends_on).encode()).hexdigest()
 
 
 def _read_stored_batches(path: Path) -> tuple[dict[str, list[PromptTokens]], int]:
-    """What is in the file at ``path``, by name of the batch; and its bytes up to the end of the last complete line."""
+    """Read the texts in the file at ``path`` by batch name, and the size in bytes of its complete lines."""
     try:
         stored = read_regular(path, _LARGEST)
         # A killed run may have left an incomplete line.
@@ -172,19 +175,19 @@ def _read_stored_batches(path: Path) -> tuple[dict[str, list[PromptTokens]], int
 
 
 def compute_stable_hash(parts: Sequence[object]) -> int:
-    """48 bits that depend on ``parts`` alone."""
+    """Return 48 bits that are the same for the same ``parts`` in every process and run."""
     return int.from_bytes(sha256(json.dumps(parts).encode()).digest()[:6], "big")
 
 
 def encode_human_texts(item: Prompt, writer: Writer) -> list[Text]:
-    """``item``, a text by people or a prompt with their answer.
+    """Encode ``item``, a human text or a prompt with a human answer.
 
-    Of a text drafts aim at every token but BOS, in windows of ``writer.new_tokens`` that stand alone. With a prompt, as
-    the base is asked it, they aim at the answer's tokens. What a chat template puts after an answer is no part of it.
+    A text is cut into independent windows of ``writer.new_tokens``, whose tokens but BOS are all draft targets. After a
+    prompt, the answer's tokens are the targets, without what a chat template puts after an answer.
 
     Raises:
         PairError: a text cannot be encoded, or messages have no answer.
-        MtpExtractError: messages where no chat template is applied.
+        MtpExtractError: messages are given without a chat template.
     """
     codec = writer.pair.codec
     if item.completion is not None:
@@ -206,7 +209,7 @@ def encode_human_texts(item: Prompt, writer: Writer) -> list[Text]:
 
 @contextmanager
 def connect_writer(plan: TuningPlan) -> Iterator[Server | None]:
-    """The server that ``plan`` names, if it names one; its errors name the arguments of a plan."""
+    """Connect to the server that ``plan`` names, if any; errors name the plan's arguments as remedies."""
     if plan.text_from is None:
         yield None
         return

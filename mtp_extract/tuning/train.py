@@ -1,10 +1,10 @@
-"""The training loop: steps on the base's text, the best weights so far, and the file from which a run resumes.
+"""The training loop: optimizer steps, evaluations that keep the best weights, and a state file to resume from.
 
-A step is: some texts, some anchors in each (positions to draft from), K of the drafter's own steps from every anchor,
-and a loss against what the base says at the position that each step aims at. All that is random depends on the seed and
-the number of the step alone, so a run that was stopped resumes exactly where it was.
+An optimizer step draws some texts and some anchors in each, runs K draft steps from every anchor, and compares each
+draft with the base's output at its target. All random numbers depend on the seed and the step alone, so a stopped run
+resumes exactly where it was.
 
-Where accelerate starts several processes, each takes a share of every step's texts, and of those that are measured.
+Where accelerate starts several processes, each takes a share of every step's texts, and of the watched texts.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from mtp_extract.tuning.rounds import (
 )
 from mtp_extract.tuning.work import replace_file
 
-EVALUATIONS = 10  # how often the watched texts are measured on the way
-PATIENCE = 5  # evaluations without a better one after which training ends
-ANCHORS = 24  # positions of each text to draft from in a step: with more, rows of one text say much the same
-_WARM_UP = 0.1  # of the steps
-_LEAST_RATE = 0.02  # of the learning rate, at the end
+EVALUATIONS = 10  # during a training
+PATIENCE = 5  # evaluations without improvement after which training ends
+ANCHORS = 24  # of each text in a step: with more, the rows of one text are nearly the same
+_WARM_UP = 0.1  # share of the steps
+_LEAST_RATE = 0.02  # share of the learning rate at the end
 
 
 def compute_cosine_decay(share: float) -> float:
-    """The factor on a learning rate after ``share`` of the way, along half a cosine: from 1 to 0.02."""
+    """Return the factor on a learning rate after ``share`` of the steps: half a cosine from 1 to 0.02."""
     return _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def compute_learning_rate_factor(step: int, steps: int) -> float:
-    """The factor on the learning rate of step ``step`` of ``steps``, from 0: a ramp, then a cosine."""
+    """Return the factor on the learning rate at ``step`` (from 0) of ``steps``: a linear ramp, then a cosine."""
     ramp = max(1, round(_WARM_UP * steps))
     return (step + 1) / ramp if step < ramp else compute_cosine_decay((step - ramp) / max(1, steps - ramp))
 
 
 @dataclass
 class TrainingProgress:
-    """How far a training is, and its best weights so far: what the folder of the work holds of it."""
+    """The progress of a training and its best weights, as the state file stores them."""
 
-    done: int = 0
-    step: int = 0  # after which it was the best
-    score: float = -math.inf  # the best one's
+    done: int = 0  # steps
+    step: int = 0  # that gave the best weights
+    score: float = -math.inf  # of the best weights
     stale: int = 0  # evaluations since the best
-    results: Mapping[str, Tensor] = field(default_factory=dict)  # the best, as :meth:`Latents.copy_results` has them
-    history: list[Mapping[str, Any]] = field(default_factory=list)  # one entry a step, and one an evaluation
+    results: Mapping[str, Tensor] = field(default_factory=dict)  # the best weights, of :meth:`Latents.copy_results`
+    history: list[Mapping[str, Any]] = field(default_factory=list)  # an entry for each step and each evaluation
     interrupted: bool = False
 
 
 def build_latents(pair: Pair) -> Latents:
-    """What the pair's plan trains; raises MtpExtractError where the drafter's format does not hold that."""
+    """Return the latents of the pair's plan; raise MtpExtractError if the drafter's format cannot store the result."""
     plan = pair.plan
     latents = Latents(pair.origin.checkpoint, MODES[plan.mode], pair.accelerator.device, list_idle_roles(plan))
     # A probe: every trained weight gets another value, and the format must be able to store that.
@@ -84,13 +84,14 @@ def build_latents(pair: Pair) -> Latents:
 
 
 def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> TrainingProgress:
-    """Train ``latents`` as the pair's plan says; after every step ``reporter`` is told, and asked whether to stop.
+    """Train ``latents`` as the pair's plan says; after every step, ``reporter`` may stop it.
 
-    The best by the watched texts is kept, and a run with the same plan, drafter, base and texts resumes where one was
-    stopped, or had ended.
+    The progress that is returned has the weights that are best on the watched texts. A run with the same plan, drafter,
+    base and texts resumes where an earlier one stopped.
 
     Raises:
-        CheckpointError, OutputError: the state that is there cannot be read, or not be written.
+        CheckpointError: the stored state cannot be read.
+        OutputError: the state cannot be written.
         MtpExtractError: the loss is not finite.
     """
     plan = pair.plan
@@ -115,13 +116,13 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
             progress.interrupted = True
             break
 
-    # It keeps the optimizer, and with that two numbers for each that was trained.
+    # Free the optimizer, which has two numbers for each trained one.
     accelerator.free_memory()
     return progress
 
 
 class _Training:
-    """A training on its way: latents, optimizer and progress, which a file holds for a later run."""
+    """A running training: latents, optimizer and progress, which are saved to resume from."""
 
     def __init__(self, pair: Pair, corpus: Corpus, latents: Latents) -> None:
         plan = pair.plan
@@ -142,7 +143,7 @@ class _Training:
         self.progress = _resume_progress(plan.kept_in / "state.pt", self.fingerprint, latents, self.optimizer)
 
     def step(self) -> float:
-        """One step of the optimizer; its loss, and MtpExtractError where that is not finite."""
+        """Make an optimizer step and return its loss; raise MtpExtractError if that is not finite."""
         pair = self.pair
         progress = self.progress
         factor = compute_learning_rate_factor(progress.done, pair.plan.optimizer_steps)
@@ -178,7 +179,7 @@ class _Training:
             progress.results = self.latents.copy_results()
 
     def save(self) -> None:
-        """Write what a later run resumes from, and the log; the first of several processes does."""
+        """Write the state file and the log, if this is the first process."""
         folder = self.pair.plan.kept_in
         state = {"fingerprint": self.fingerprint, "run": vars(self.progress), "latents": self.latents.state_dict()}
         if self.pair.accelerator.is_main_process:
@@ -191,14 +192,16 @@ class _Training:
 def _backpropagate(
     pair: Pair, latents: nn.Module, batch: Batch, convention: Convention, weight: float
 ) -> tuple[float, float]:
-    """Make the gradients of a step, each anchor of this ``weight``; over all processes its mean loss, and how well its
-    rows agree."""
+    """Compute the gradients of a step; return its mean loss and agreement over all processes.
+
+    ``weight`` is that of each anchor.
+    """
     drafter = pair.drafter
     rows, within = _build_training_rows(pair, batch, weight)
     weights = {"lm_head.weight": drafter.lm_head.weight, **latents(drafter.lm_head.weight.dtype)}
     head = weights["lm_head.weight"]
 
-    # Rounds with the latents' weights, so that gradients reach these.
+    # Run the rounds with the latents' weights, so that gradients reach the latents.
     rounds = Rounds(drafter, pair.plan.draft_steps)
     replaced = {f"drafter.{path}": tensor for path, tensor in weights.items()}
     states = functional_call(rounds, replaced, (batch, pair.base.embed, convention))[within]
@@ -212,12 +215,12 @@ def _backpropagate(
 
 
 def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[TrainingRows, Tensor]:
-    """What a step's drafts aim at, as rows of ``weight`` each; and which drafts have a row, bool [K, B, A]."""
+    """Return the training rows of a step's drafts, of ``weight`` each, and which drafts have a row, bool [K, B, A]."""
     plan = pair.plan
     drafter = pair.drafter
     positions = find_target_positions(batch, plan.draft_steps)
     choosing = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
-    # Rows of a head may be tokens of its own vocabulary, and a token that it cannot draft ends the round.
+    # A head may have its own smaller vocabulary; a token that it cannot draft ends the round.
     choices = drafter.rows(batch.choices.flatten())
     choosing = choosing & (choices[positions] >= 0).int().cumprod(0).bool()
     cap = getattr(drafter.config, "final_logit_softcap", None)
@@ -239,13 +242,13 @@ def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[Train
 
 
 def _bind_base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
-    """The base's logits at positions of ``batch``, int64 [n] of B · L, for the tokens of the drafter's head."""
+    """Return a function that computes the base's logits for the head's tokens at positions in the flattened B · L."""
     base = pair.base
     hidden = batch.fed.hidden.flatten(0, 1)
     tokens = pair.drafter.targets
 
     def compute_logits(positions: Tensor) -> Tensor:
-        # A head may have far fewer tokens than the base, and a piece of its logits more rows.
+        # A chunk sized for a head with few tokens has too many rows for the base's vocabulary.
         pieces = torch.split(positions, max(1, LOGITS_AT_ONCE // base.vocab_size))
         logits = [base.logits(hidden[piece].to(base.device)).to(hidden.device)[:, tokens] for piece in pieces]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -256,9 +259,9 @@ def _bind_base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
 def _draw_step_batch(
     pair: Pair, states: States, kinds: Sequence[Sequence[Text]], step: int
 ) -> tuple[Batch, Convention, float]:
-    """This process's part of step ``step``: texts; a position convention; an anchor's weight.
+    """Return this process's batch of step ``step``, the position convention, and the weight of an anchor.
 
-    Gradients are averaged over processes: the weight makes of that the mean over all anchors, however they are divided.
+    Gradients are averaged over processes; the weight makes that the mean over all anchors, however they are divided.
     """
     plan = pair.plan
     accelerator = pair.accelerator
@@ -274,7 +277,7 @@ def _draw_step_batch(
 
 
 def _choose_step_texts(kinds: Sequence[Sequence[Text]], step: int, count: int, seed: int) -> list[Text]:
-    """The ``count`` texts of step ``step``, of each kind in turn; those of a kind are shuffled anew in every epoch."""
+    """Return the ``count`` texts of step ``step``, from each kind in turn; every epoch shuffles a kind anew."""
     texts = []
     for number in range(step * count, (step + 1) * count):
         turn, kind = divmod(number, len(kinds))
@@ -292,7 +295,7 @@ def _seed_generator(*parts: int) -> torch.Generator:
 
 
 def _resume_progress(path: Path, fingerprint: str, latents: Latents, optimizer: Any) -> TrainingProgress:
-    """Where an earlier run with this fingerprint stopped; else a beginning."""
+    """Load the state of an earlier run with this fingerprint; return a new progress if there is none."""
     if not path.exists():
         return TrainingProgress()
     try:
@@ -302,6 +305,6 @@ def _resume_progress(path: Path, fingerprint: str, latents: Latents, optimizer: 
         latents.load_state_dict(state["latents"])
         optimizer.load_state_dict(state["optimizer"])
         return TrainingProgress(**state["run"])
-    # What a damaged file raises in there is of many classes.
+    # torch.load raises many classes of errors on a damaged file.
     except (OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{escape(path)}: expected a training's state, found damage. Remove the file.") from error

@@ -1,7 +1,8 @@
-"""Before and after on texts that nothing was trained on, and whether what came out is saved.
+"""Compares a drafter before and after on held-out text, and decides whether the result is saved.
 
-It is saved if it takes fewer rounds on held-out text at 95 %, may not lose more than 0.05 tokens per round where drafts
-continue what no training text has, and is on no workload surely worse. What too few texts cannot show is said.
+It is saved if three things hold at 95 %: it takes fewer rounds on held-out text; it does not lose more than 0.05 tokens
+per round where drafts continue tokens that no training text has; and no workload is worse. A note names what too few
+texts leave undecided.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from mtp_extract.evaluation.agreement import Acceptance, Change, Saving, compare
 from mtp_extract.evaluation.intervals import undecided
 from mtp_extract.tuning.corpus import Corpus, was_trained_on
 
-_MOST_LOST = 0.05  # teacher-forced tokens per round, on sequences that training has not seen
-_WORST = 3  # texts that are shown and recorded
-_NAME = 40  # characters of a prompt that name its text
+_MOST_LOST = 0.05  # teacher-forced tokens per round, where drafts continue tokens that no training text has
+_WORST = 3  # texts with the largest loss that are recorded
+_NAME = 40  # characters of a prompt that identify its text
 
 
 class RoundFigures(msgspec.Struct, frozen=True):
@@ -42,12 +43,12 @@ class Comparison(msgspec.Struct, frozen=True):
     before: RoundFigures
     after: RoundFigures
     change: Change  # of teacher-forced tokens per round
-    rounds: Saving  # where the anchors are not all of a text's, it says nothing
-    loses: bool  # whether a draft that stood stands no more, or less probably
+    rounds: Saving  # meaningful only over all anchors of each text
+    loses: bool  # whether any draft is accepted less often than before
 
     @classmethod
     def of(cls, before: Acceptance, after: Acceptance, rows: Tensor) -> Comparison:
-        """At the anchors ``rows``, bool [N]."""
+        """Compare at the anchors ``rows``, bool [N]."""
         before = before.where(rows)
         after = after.where(rows)
         return cls(
@@ -61,38 +62,38 @@ class Comparison(msgspec.Struct, frozen=True):
         )
 
     def may_lose(self, most: float) -> bool:
-        """Whether more than ``most`` tokens per round may be lost, or it is not known; not where no draft is."""
-        # Where nothing is lost, an interval's lower end is only as far off as the texts are few.
+        """Return whether a loss of ``most`` tokens per round or more cannot be excluded."""
+        # Without any lost draft, the interval's lower end only shows how few the texts are.
         interval = self.change.interval
         return interval is None or (self.loses and interval.low <= -most)
 
 
 class Worst(msgspec.Struct, frozen=True):
-    """A held-out text with what its drafts lose: teacher-forced tokens per round."""
+    """Teacher-forced tokens per round on one held-out text."""
 
     workload: str
-    name: str  # how its prompt begins
+    name: str  # the beginning of its prompt
     before: float
     after: float
 
 
 class Comparisons(msgspec.Struct, frozen=True):
-    """As the record has it."""
+    """All comparisons of a tuning, as the record stores them."""
 
-    overall: Comparison  # over all held-out texts of the workloads that were trained on
-    workloads: dict[str, Comparison]  # by name; also those of shipped prompts that were not trained on
-    unseen: Comparison | None  # where no training text has the same tokens; None where there is no such anchor
-    worst: list[Worst]  # the texts that lost most, that one first
+    overall: Comparison  # on the held-out texts of the workloads that were trained on
+    workloads: dict[str, Comparison]  # by name, those of the shipped prompts included
+    unseen: Comparison | None  # where no training text has the same tokens; None without such an anchor
+    worst: list[Worst]  # the texts that lost most, the worst first
 
     @classmethod
     def of(cls, corpus: Corpus, before: Acceptance, after: Acceptance) -> Comparisons:
-        """Of two drafters on the held-out texts of ``corpus``."""
+        """Compare two drafters on the held-out texts of ``corpus``."""
         names = [item.workload for item, _ in corpus.held_out]
         number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
         workload = torch.tensor([number_of[name] for name in names])[before.text]
         unseen = ~was_trained_on(before, [text for _, text in corpus.held_out], corpus.sequences)
 
-        # Intervals count units in place of texts.
+        # Windows of one human text are not independent: intervals treat them as one unit.
         units = number_units(corpus)
         before_by_unit = replace(before, text=units[before.text])
         after_by_unit = replace(after, text=units[after.text])
@@ -108,7 +109,7 @@ class Comparisons(msgspec.Struct, frozen=True):
         )
 
     def list_refusals(self) -> Iterator[str]:
-        """Why what came after is not to be saved; nothing if it is."""
+        """Yield the reasons against saving the result; none if it is accepted."""
         overall = self.overall
         unseen = self.unseen
         interval = overall.rounds.interval
@@ -126,7 +127,7 @@ class Comparisons(msgspec.Struct, frozen=True):
                 yield f"it is worse on {escape(name)} ({describe_change(comparison.change)})"
 
     def describe_undecided(self) -> Iterator[str]:
-        """What too few texts leave open, in a sentence, if they do."""
+        """Yield a note on what too few texts leave undecided, if anything."""
         few = [f"{name} ({part.texts})" for name, part in self.workloads.items() if part.change.interval is None]
         if self.unseen is None or self.unseen.change.interval is None:
             few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
@@ -135,7 +136,6 @@ class Comparisons(msgspec.Struct, frozen=True):
 
 
 def _find_worst_texts(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]:
-    """The held-out texts that lost most, that one first."""
     texts = []
     for index, (item, _) in enumerate(corpus.held_out):
         content = item.content if isinstance(item.content, str) else str(item.content[-1].get("content"))
@@ -147,13 +147,13 @@ def _find_worst_texts(corpus: Corpus, before: Acceptance, after: Acceptance) -> 
 
 
 def number_units(corpus: Corpus) -> Tensor:
-    """int64: of each held-out text, what intervals count. Windows of one text by people are one."""
+    """Return a unit number for each held-out text, int64; windows of one human text share it."""
     items = [None, *(item for item, _ in corpus.held_out)]
     return torch.tensor([*accumulate(item is not previous for previous, item in pairwise(items))])
 
 
 def describe_change(change: Change) -> str:
-    """``change`` with its interval, or why it has none, in words."""
+    """Format ``change`` with its interval, or with the reason why it has none."""
     interval = change.interval
     bounds = f"{interval.low:+.3f} to {interval.high:+.3f} at 95 %" if interval else undecided(change.texts)
     return f"{change.mean:+.3f}, {bounds}"

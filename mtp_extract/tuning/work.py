@@ -1,4 +1,4 @@
-"""The folder in which a tuning keeps text, state and log, from which an interrupted one resumes."""
+"""The work folder: text, state and log of a tuning, from which an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from mtp_extract.errors import OutputError, escape
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """``folder``, which is made, kept from other runs. The lock goes with the process, however it ends; OutputError
-    where another run is at work there, or it cannot be written."""
+    """Create ``folder`` and lock it against other runs; the lock ends with the process, however that ends.
+
+    Raises:
+        OutputError: another run uses the folder, or it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)
@@ -28,8 +31,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replace_file(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
-    """The file at ``path``, cut to ``size`` bytes, to be written on; without a size one that replaces it when whole.
-    OutputError where it cannot be written."""
+    """Open the file at ``path``, cut to ``size`` bytes, to append to it; without ``size``, replace it once complete.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     part = path.with_suffix(".part") if size is None else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +46,7 @@ def replace_file(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(part, path)
     except (OSError, RuntimeError) as error:
-        # What torch makes of a full disk says nothing of one; the cause is its context.
+        # On a full disk torch raises a RuntimeError that does not say so; its context is the OSError.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
