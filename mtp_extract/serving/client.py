@@ -67,8 +67,8 @@ class Answer(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     seconds: NotNegative  #: from the first text to the last event of the text; 0 where all of the text came at once
     counted: Counters | None = None  #: the server's counters of this answer
     prompt_tokens: Count | None = None  #: of the prompt, as the server counts
-    prompt_ids: tuple[Count, ...] | None = None  #: of the prompt as the server read it, where it was asked for them
-    token_ids: tuple[Count, ...] | None = None  #: of the answer, where they were asked for
+    prompt_ids: tuple[Count, ...] | None = None  #: of the prompt as the server read it, if requested
+    token_ids: tuple[Count, ...] | None = None  #: of the answer, if requested
     reasoning: bool = False  #: whether some of the text came as thoughts, whose marks are not in it
     first_tokens: Count | None = None  #: tokens up to the first text, it included; null where the server does not say
     unstreamed: bool = False  #: whether tokens were counted whose text did not come: thoughts, by all signs
@@ -122,16 +122,16 @@ class _Event(msgspec.Struct):
     sglext: Any = None
 
 
-def read_answer(stream: Iterable[bytes], sent: float, asked: int, clock: Clock = time.perf_counter) -> Answer:
-    """Read the answer in ``stream`` to a request for ``asked`` tokens that was ``sent`` at that time of ``clock``.
+def read_answer(stream: Iterable[bytes], sent: float, max_tokens: int, clock: Clock = time.perf_counter) -> Answer:
+    """Read the answer in ``stream`` to a request for ``max_tokens`` tokens that was ``sent`` at that time of ``clock``.
 
     Raises:
         ServerError: it is too large, contains an error, is incomplete, or has impossible counts.
     """
-    return _build_answer(_read_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * asked, clock), sent, asked)
+    return _build_answer(_read_events(stream, _LARGEST_PAGE + _LARGEST_TOKEN * max_tokens, clock), sent, max_tokens)
 
 
-def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int) -> Answer:
+def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, max_tokens: int) -> Answer:
     """Build the answer from ``events`` with their times of arrival in seconds."""
     arrived = _PartialAnswer()
     is_done = False
@@ -144,7 +144,7 @@ def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, asked: int
 
     texts = arrived.texts
     tokens = arrived.tokens
-    arrived.check_counts(asked)
+    arrived.check_counts(max_tokens)
     first_tokens, unstreamed = _count_before_text(arrived)
     return Answer(
         text="".join(texts),
@@ -184,15 +184,15 @@ class _PartialAnswer:
             return self.counted.tokens
         return self.usage.completion_tokens
 
-    def check_counts(self, asked: int) -> None:
-        """Raise ServerError if the counts are impossible for an answer of up to ``asked`` tokens."""
-        most = asked + _BEYOND_LIMIT
+    def check_counts(self, max_tokens: int) -> None:
+        """Raise ServerError if the counts are impossible for an answer of up to ``max_tokens`` tokens."""
+        most = max_tokens + _BEYOND_LIMIT
         # A text is at least one token.
         least = 1 if self.texts else 0
         is_possible = self.tokens is None or least <= self.tokens <= most
         if not is_possible or (self.counted and not self.counted.are_possible(most)):
             counts = f"{self.tokens} tokens, {self.counted}"
-            raise ServerError(f"expected counts of an answer of up to {asked} tokens, found {counts}")
+            raise ServerError(f"expected counts of an answer of up to {max_tokens} tokens, found {counts}")
 
     def add(self, event: _Event, now: float) -> None:
         """Add an event that arrived at ``now``; raise ServerError if it is an error."""
@@ -378,15 +378,15 @@ class Server(AbstractContextManager["Server"]):
         fields = {"model": self.model, "stream": True, "stream_options": options}
         # JSON in ASCII, as a lone surrogate in a prompt cannot be encoded in UTF-8.
         content = json.dumps({**fields, **self.kind.request, **question}).encode()
-        asked = question["max_tokens"]
+        max_tokens = question["max_tokens"]
         sent = time.perf_counter()
 
         def read(response: Any) -> Answer:
             if "json" in response.headers.get("content-type", ""):  # not streamed
                 body = _read_body(response)
-                return replace(_build_answer([(time.perf_counter(), body)], sent, asked), streamed=False)
+                return replace(_build_answer([(time.perf_counter(), body)], sent, max_tokens), streamed=False)
             # Read the raw bytes: the client's layers for counting and cutting cost 3 µs for each token.
-            return read_answer(response.stream, sent, asked)
+            return read_answer(response.stream, sent, max_tokens)
 
         return self._send(path, read, content)
 

@@ -158,15 +158,15 @@ def _write_sides(
     plan = pair.plan
     items = [(side, item) for side in sides for item in sides[side]]
     # Human texts need no writer: beside them only the shipped prompts are continued.
-    asked = [(side, item) for side, item in items if side == SHIPPED or not plan.text]
-    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in asked]
-    contents = {prompt: item.content for prompt, (_, item) in zip(prompts, asked, strict=True)}
+    to_continue = [(side, item) for side, item in items if side == SHIPPED or not plan.text]
+    prompts = [pair.codec.encode(item.content, chat_template=plan.chat_template) for _, item in to_continue]
+    contents = {prompt: item.content for prompt, (_, item) in zip(prompts, to_continue, strict=True)}
     writer = Writer(pair, plan.temperature, plan.new_tokens, server, contents)
 
     by_people = [(side, item) for side, item in items if side != SHIPPED and plan.text]
     texts = [(side, item, text) for side, item in by_people for text in encode_human_texts(item, writer)]
     continued = writer.write_texts(prompts, reporter)
-    return writer, [*texts, *((side, item, text) for (side, item), text in zip(asked, continued, strict=True))]
+    return writer, [*texts, *((side, item, text) for (side, item), text in zip(to_continue, continued, strict=True))]
 
 
 def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:

@@ -87,19 +87,19 @@ _GRADIENTS = {"ce": compute_cross_entropy_gradient, "kl": compute_divergence_gra
 class TrainingRows:
     """The targets and the objective of N rows; P positions of the base, V tokens."""
 
-    where: Tensor  # int64 [N], the position that a row predicts
+    targets: Tensor  # int64 [N], the position that a row predicts
     choices: Tensor  # int64 [P], the base's argmax
     logits: Callable[[Tensor], Tensor]  # int64 [n] positions → F32 [n, V], soft-capped as the base's are; overwritten
     weight: float  # of every row
-    choosing: Tensor  # bool [N], whether ``ce`` counts there
+    ce_counts: Tensor  # bool [N], whether ``ce`` counts there
     objective: Mapping[str, float]  # shares of the losses
     cap: float | None = None  # c of the soft cap c · tanh(x / c) on the drafter's logits
     temperature: float = 1.0  # by which both logits are divided; 1 for cross-entropy
 
     def compute_weights(self, piece: Tensor, loss: str, share: float) -> Tensor:
         """Return the weight of each of the rows ``piece`` in ``loss``, which has this ``share``, F32 [n]."""
-        weights = share * torch.full((len(piece),), self.weight, device=self.choosing.device)
-        return weights * self.choosing[piece] if loss == "ce" else weights
+        weights = share * torch.full((len(piece),), self.weight, device=self.ce_counts.device)
+        return weights * self.ce_counts[piece] if loss == "ce" else weights
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def compute_gradient(rows: TrainingRows, states: Tensor, head: Tensor) -> tuple[
     agreement = torch.zeros(len(states), device=states.device)
     of_states = torch.zeros_like(states)
     of_head = torch.zeros_like(head, dtype=torch.float32) if head.requires_grad else None
-    for piece in torch.split(torch.argsort(rows.where, stable=True), max(1, LOGITS_AT_ONCE // len(head))):
+    for piece in torch.split(torch.argsort(rows.targets, stable=True), max(1, LOGITS_AT_ONCE // len(head))):
         gradient, part, agreement[piece] = _compute_logits_gradient(rows, piece, states[piece], head)
         loss += part
         of_states[piece] = gradient.to(head.dtype) @ head
@@ -140,7 +140,7 @@ def _compute_logits_gradient(
     log_p = None
     if rows.objective.keys() != {"ce"}:
         # Before the drafter's logits exist: computing the base's takes several times their memory.
-        log_p = _compute_base_log_probabilities(rows, rows.where[piece])
+        log_p = _compute_base_log_probabilities(rows, rows.targets[piece])
     logits = (states @ head.T).float()
     tanh = None
     if rows.cap is not None:
@@ -165,7 +165,7 @@ def _compute_objective_gradient(
     for number, (name, share) in enumerate(rows.objective.items()):
         # A loss overwrites its logits: all but the last get a copy.
         gradient = logits.clone() if number < len(rows.objective) - 1 else logits
-        aim = rows.choices[rows.where[piece]] if log_p is None or name == "ce" else log_p
+        aim = rows.choices[rows.targets[piece]] if log_p is None or name == "ce" else log_p
         losses, agreement = _GRADIENTS[name](gradient, aim)
         weights = rows.compute_weights(piece, name, share)
         loss += losses @ weights
@@ -175,8 +175,8 @@ def _compute_objective_gradient(
     return reduce(Tensor.add_, gradients), loss, agreements[0]
 
 
-def _compute_base_log_probabilities(rows: TrainingRows, where: Tensor) -> Tensor:
-    """Return the base's log p at the sorted positions ``where`` [n], F32 [n, V]; equal positions are computed once."""
-    positions, row_of = torch.unique_consecutive(where, return_inverse=True)
-    log_p = torch.log_softmax(rows.logits(positions).to(where.device).float().div_(rows.temperature), dim=-1)
-    return log_p[row_of] if len(positions) < len(where) else log_p
+def _compute_base_log_probabilities(rows: TrainingRows, targets: Tensor) -> Tensor:
+    """Return the base's log p at the sorted positions ``targets`` [n], F32 [n, V]; each is computed once."""
+    positions, row_of = torch.unique_consecutive(targets, return_inverse=True)
+    log_p = torch.log_softmax(rows.logits(positions).to(targets.device).float().div_(rows.temperature), dim=-1)
+    return log_p[row_of] if len(positions) < len(targets) else log_p

@@ -88,12 +88,12 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
     vocabulary = dense_checkpoint.config.vocab_size
     count = choose_cluster_count(vocabulary)
     random_by_side = write_random_texts(pair, reporter)
-    taught, watched = _collect_kinds(pair, drafter, corpus, random_by_side, count)
+    training, watched = _collect_kinds(pair, drafter, corpus, random_by_side, count)
 
-    states = sum(len(sample.states) for sample in taught)
+    states = sum(len(sample.states) for sample in training)
     pair.say(f"making {count} clusters, and learning their centroids from {states} states")
     rows = torch.from_numpy(dense_checkpoint.tensors["lm_head"].array().copy())
-    head = build_head(rows, taught, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
+    head = build_head(rows, training, watched, count, pair.plan.optimizer_steps, pair.plan.seed)
     # Measure the centroids as they are written, which may round them.
     written = round_like(pair.origin, add_ordered_head(dense_checkpoint, head.ordering, head.centroids, 1))
     head_as_written = head._replace(centroids=torch.from_numpy(written.tensors[CENTROIDS].array().copy()))
@@ -144,12 +144,12 @@ def _collect_kinds(
     most = _count_wanted_states(count)
     conventions = (LITERT, TRANSFORMERS)
     pair.say(f"reading the drafter's states over {len(corpus.trained) + len(random_by_side[TRAINED])} texts")
-    taught = [
+    training = [
         collect_states(pair, drafter, corpus.trained, int((1 - _RANDOM_SHARE) * most), conventions),
         collect_states(pair, drafter, random_by_side[TRAINED], int(_RANDOM_SHARE * most), conventions),
     ]
     watched = [collect_states(pair, drafter, texts, most) for texts in (corpus.watched, random_by_side[WATCHED])]
-    return taught, watched
+    return training, watched
 
 
 def add_zero_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -247,38 +247,38 @@ def _collect_batch_states(
 
 
 def build_head(
-    head: Tensor, taught: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
+    head: Tensor, training: Sequence[HeadSample], watched: Sequence[HeadSample], count: int, steps: int, seed: int
 ) -> LearnedHead:
     """Build a head of ``count`` clusters.
 
     Args:
         head: the dense head, F32 [V, width]; overwritten.
-        taught: training states by kind of text; every batch has equal parts of them.
+        training: training states by kind of text; every batch has equal parts of them.
         watched: states by which the best centroids are chosen, by kind of text.
     """
-    vectors = _compute_token_vectors(head, taught)
+    vectors = _compute_token_vectors(head, training)
     ordering = split_into_clusters(vectors, torch.arange(len(vectors)), count)
     means = vectors[ordering].view(count, -1, vectors.shape[1]).mean(dim=1)
 
     # Centroids are learned from the cluster of each choice.
     cluster = find_token_clusters(ordering, count)
-    taught = [sample._replace(choices=cluster[sample.choices]) for sample in taught]
+    training = [sample._replace(choices=cluster[sample.choices]) for sample in training]
     watched = [sample._replace(choices=cluster[sample.choices]) for sample in watched]
-    centroids, best_step = learn_centroids(taught, watched, means, steps=steps, seed=seed)
+    centroids, best_step = learn_centroids(training, watched, means, steps=steps, seed=seed)
     return LearnedHead(ordering, centroids, best_step)
 
 
-def _compute_token_vectors(head: Tensor, taught: Sequence[HeadSample]) -> Tensor:
+def _compute_token_vectors(head: Tensor, training: Sequence[HeadSample]) -> Tensor:
     """Return for each token the mean of the states in which it is chosen and of its row of ``head``, F32 [V, width].
 
     Rows are scaled to the mean length of states, and count as :data:`_ROW_WEIGHT` of them; ``head`` is overwritten.
     """
     # (w·row + Σ states) / (w + number of states), with w = _ROW_WEIGHT
-    state_length = float(taught[0].states.float().norm(dim=1).mean())
+    state_length = float(training[0].states.float().norm(dim=1).mean())
     row_length = float(head.norm(dim=1).mean())
     head.mul_(_ROW_WEIGHT * state_length / (row_length or 1.0))
     counts = torch.full((len(head),), _ROW_WEIGHT)
-    for sample in taught:
+    for sample in training:
         pieces = zip(torch.split(sample.choices, 1 << 16), torch.split(sample.states, 1 << 16), strict=True)
         for choices, states in pieces:
             head.index_add_(0, choices, states.float())
@@ -338,7 +338,7 @@ def choose_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
 
 
 def learn_centroids(
-    taught: Sequence[HeadSample], watched: Sequence[HeadSample], means: Tensor, *, steps: int, seed: int
+    training: Sequence[HeadSample], watched: Sequence[HeadSample], means: Tensor, *, steps: int, seed: int
 ) -> tuple[Tensor, int]:
     """Train centroids F32 [C, width]; return those that need the fewest clusters on the worst kind, and their step.
 
@@ -348,7 +348,7 @@ def learn_centroids(
     """
     random = torch.Generator().manual_seed(seed)
     # States are divided by their root mean square, so that states and scores are of size 1.
-    first_states = taught[0].states
+    first_states = training[0].states
     size = float(torch.linalg.vector_norm(first_states, dtype=torch.float32)) / first_states.numel() ** 0.5 or 1.0
     rows = (means / (float(means.norm(dim=1).mean()) or 1.0)).requires_grad_()
     highest_rate = 1 / means.shape[1]
@@ -363,7 +363,7 @@ def learn_centroids(
     # The lowest score is the best; among equal ones the earliest.
     best = score_centroids(0)
     for step in range(1, steps + 1):
-        states, cluster = _draw_states(taught, random)
+        states, cluster = _draw_states(training, random)
         optimizer.param_groups[0]["lr"] = highest_rate * compute_cosine_decay((step - 1) / steps)
         optimizer.zero_grad()
         scores = _mask_rivals(states / size @ rows.T, cluster)
@@ -375,10 +375,10 @@ def learn_centroids(
     return centroids / size, best_step
 
 
-def _draw_states(taught: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:
+def _draw_states(training: Sequence[HeadSample], random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw a batch with equal parts of every kind: states F32 [n, width], and the cluster of each choice int64 [n]."""
-    size = (_BATCH // len(taught),)
-    drawn = [(sample, torch.randint(len(sample.states), size, generator=random)) for sample in taught]
+    size = (_BATCH // len(training),)
+    drawn = [(sample, torch.randint(len(sample.states), size, generator=random)) for sample in training]
     states = torch.cat([sample.states[index].float() for sample, index in drawn])
     return states, torch.cat([sample.choices[index] for sample, index in drawn])
 

@@ -56,8 +56,8 @@ class Pair:
         if origin is not None and plan.mode == "qat":
             require_codes(origin, list_idle_roles(plan))
         self.say(f"loading the base {plan.base}")
-        several = self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
-        self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if several else plan.device)
+        is_distributed = self.accelerator.num_processes > 1 and self.accelerator.device.type != "cpu"
+        self.loaded: LoadedBase = load_base(plan.base, str(self.accelerator.device) if is_distributed else plan.device)
         self.base = Base(self.loaded.model)
         self.codec = Codec(self.loaded.tokenizer, self.base.vocab_size)
         if origin is not None:

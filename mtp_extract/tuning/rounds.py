@@ -91,7 +91,7 @@ class States:
 class Batch:
     """B texts, padded at their ends to L tokens, with A anchors each."""
 
-    fed: BaseOutput  # the base's output over the texts
+    base_output: BaseOutput  # the base's output over the texts
     lengths: Tensor  # int64 [B]
     choices: Tensor  # int64 [B, L], the base's argmax after each token
     anchors: Tensor  # int64 [B, A]
@@ -108,7 +108,7 @@ class Batch:
             return padded[name].transpose(1, 2).contiguous()
 
         tokens = padded["tokens"]
-        fed = BaseOutput(
+        base_output = BaseOutput(
             tokens,
             torch.arange(tokens.shape[1], device=device).expand_as(tokens),
             padded["hidden"],
@@ -116,7 +116,7 @@ class Batch:
             {kind: (transpose_heads(f"K of {kind}"), transpose_heads(f"V of {kind}")) for kind in needs.shared_kv},
         )
         lengths = torch.tensor([len(item["tokens"]) for item in items], device=device)
-        return cls(fed, lengths, padded["choices"], anchors.to(device), real.to(device))
+        return cls(base_output, lengths, padded["choices"], anchors.to(device), real.to(device))
 
 
 def draw_anchors(texts: Sequence[Text], count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -149,10 +149,10 @@ class Rounds(nn.Module):
     def forward(self, batch: Batch, embed: Callable[[Tensor], Tensor], convention: Convention) -> Tensor:
         """Return the states after the final norm, [K, B, A, width]."""
         drafter = self.drafter
-        start = RoundStart(batch.fed, batch.anchors, embed)
+        start = RoundStart(batch.base_output, batch.anchors, embed)
         state: Any = drafter.start(start, convention) if isinstance(drafter, MtpDrafter) else drafter.start(start)
         hidden_of_steps = []
-        for token in batch.fed.tokens.flatten()[find_target_positions(batch, self.steps)]:
+        for token in batch.base_output.tokens.flatten()[find_target_positions(batch, self.steps)]:
             hidden, state = drafter.advance(state, token)
             hidden_of_steps.append(hidden)
         return torch.stack(hidden_of_steps)
@@ -163,7 +163,7 @@ def find_target_positions(batch: Batch, steps: int) -> Tensor:
 
     Steps beyond the last token have the last position.
     """
-    rows, length = batch.fed.tokens.shape
+    rows, length = batch.base_output.tokens.shape
     device = batch.anchors.device
     later = batch.anchors + torch.arange(steps, device=device)[:, None, None]
     return torch.arange(rows, device=device)[:, None] * length + later.clamp(max=length - 1)
@@ -178,8 +178,8 @@ def mark_counted_drafts(batch: Batch, steps: int, *, greedy: bool) -> Tensor:
     later = batch.anchors + torch.arange(1, steps + 1, device=batch.anchors.device)[:, None, None]
     counts = batch.real & (later < batch.lengths[:, None])
     if greedy:
-        follows = torch.ones_like(batch.fed.tokens, dtype=torch.bool)
-        follows[:, 1:] = batch.fed.tokens[:, 1:] == batch.choices[:, :-1]
+        follows = torch.ones_like(batch.base_output.tokens, dtype=torch.bool)
+        follows[:, 1:] = batch.base_output.tokens[:, 1:] == batch.choices[:, :-1]
         chosen = follows.flatten()[find_target_positions(batch, steps)]
         chosen[0] = True  # the token at the anchor is given
         counts &= chosen.int().cumprod(dim=0).bool()
@@ -250,13 +250,13 @@ def _compute_acceptance(
     greedy serving both results say whether the draft is x.
     """
     logits = drafter.logits(states).float()
-    next_token = batch.fed.tokens.flatten()[positions + 1]
+    next_token = batch.base_output.tokens.flatten()[positions + 1]
     temperature = pair.plan.temperature
     if temperature == 0:
         accepted = logits.argmax(-1) == next_token
         return accepted, accepted
     q = torch.softmax(logits / temperature, dim=-1)
-    hidden = batch.fed.hidden.flatten(0, 1)[positions]
+    hidden = batch.base_output.hidden.flatten(0, 1)[positions]
     base_logits = pair.base.logits(hidden.to(pair.base.device)).to(logits.device)
     p = torch.softmax(base_logits / temperature, dim=-1)
     q_of_token = q.gather(1, next_token[:, None]).squeeze(1)

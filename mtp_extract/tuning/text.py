@@ -91,15 +91,15 @@ class Writer:
         done = 0
         for first in range(0, len(batches), accelerator.num_processes):
             # Each process continues a batch, and the first process writes all their lines.
-            together = named[first : first + accelerator.num_processes]
-            mine = together[accelerator.process_index :][:1]
-            new = [TextBatch(name, self._continue_batch(batch)) for name, batch in mine if name not in stored]
+            step_batches = named[first : first + accelerator.num_processes]
+            own_batch = step_batches[accelerator.process_index :][:1]
+            new = [TextBatch(name, self._continue_batch(batch)) for name, batch in own_batch if name not in stored]
             lines: list[TextBatch] = gather_object(new)
             if lines and accelerator.is_main_process:
                 with replace_file(path, size) as file:
                     size += file.write(msgspec.json.Encoder().encode_lines(lines))
             stored.update({line.name: line.tokens for line in lines})
-            done += sum(len(batch) for _, batch in together)
+            done += sum(len(batch) for _, batch in step_batches)
             reporter.done(f"text {done} of {prompts}", done, prompts)
         return dict(chain.from_iterable(zip(batch, stored[name], strict=True) for name, batch in named))
 

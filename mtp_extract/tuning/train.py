@@ -219,21 +219,21 @@ def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[Train
     plan = pair.plan
     drafter = pair.drafter
     positions = find_target_positions(batch, plan.draft_steps)
-    choosing = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
+    ce_counts = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
     # A head may have its own smaller vocabulary; a token that it cannot draft ends the round.
     choices = drafter.rows(batch.choices.flatten())
-    choosing = choosing & (choices[positions] >= 0).int().cumprod(0).bool()
+    ce_counts = ce_counts & (choices[positions] >= 0).int().cumprod(0).bool()
     cap = getattr(drafter.config, "final_logit_softcap", None)
 
     objective = choose_objective(plan.objective, plan.temperature)
     # Cross-entropy counts only where the text is the base's choice; the other losses count at every target.
-    within = choosing if objective.keys() == {"ce"} else mark_counted_drafts(batch, plan.draft_steps, greedy=False)
+    within = ce_counts if objective.keys() == {"ce"} else mark_counted_drafts(batch, plan.draft_steps, greedy=False)
     rows = TrainingRows(
         positions[within],
         choices,
         _bind_base_logits(pair, batch),
         weight,
-        choosing[within],
+        ce_counts[within],
         objective,
         cap,
         plan.temperature or 1.0,
@@ -244,7 +244,7 @@ def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[Train
 def _bind_base_logits(pair: Pair, batch: Batch) -> Callable[[Tensor], Tensor]:
     """Return a function that computes the base's logits for the head's tokens at positions in the flattened B · L."""
     base = pair.base
-    hidden = batch.fed.hidden.flatten(0, 1)
+    hidden = batch.base_output.hidden.flatten(0, 1)
     tokens = pair.drafter.targets
 
     def compute_logits(positions: Tensor) -> Tensor:

@@ -120,19 +120,20 @@ class Comparisons(msgspec.Struct, frozen=True):
             figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {change}"
             yield f"it is not shown to take fewer rounds on held-out text ({figures})"
         if unseen and unseen.change.interval is not None and unseen.may_lose(_MOST_LOST):
-            where = f"where drafts continue what no training text has ({describe_change(unseen.change)})"
-            yield f"it may lose more than {_MOST_LOST} teacher-forced tokens per round {where}"
+            condition = f"where drafts continue what no training text has ({describe_change(unseen.change)})"
+            yield f"it may lose more than {_MOST_LOST} teacher-forced tokens per round {condition}"
         for name, comparison in self.workloads.items():
             if comparison.change.interval is not None and comparison.change.interval.high < 0:
                 yield f"it is worse on {escape(name)} ({describe_change(comparison.change)})"
 
     def describe_undecided(self) -> Iterator[str]:
         """Yield a note on what too few texts leave undecided, if anything."""
-        few = [f"{name} ({part.texts})" for name, part in self.workloads.items() if part.change.interval is None]
+        names = [f"{name} ({part.texts})" for name, part in self.workloads.items() if part.change.interval is None]
         if self.unseen is None or self.unseen.change.interval is None:
-            few.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
-        if few:
-            yield f"Not decided, too few held-out texts: {', '.join(few)}. Give more prompts: one in eight is held out."
+            names.append(f"drafts that continue what no training text has ({self.unseen.texts if self.unseen else 0})")
+        if names:
+            joined = ", ".join(names)
+            yield f"Not decided, too few held-out texts: {joined}. Give more prompts: one in eight is held out."
 
 
 def _find_worst_texts(corpus: Corpus, before: Acceptance, after: Acceptance) -> list[Worst]:

@@ -79,8 +79,8 @@ class Tiny:
     ) -> tuple[Latents, TrainingProgress]:
         """Train into ``folder``, or go on there."""
         folder.mkdir(exist_ok=True)
-        asked: dict[str, Any] = {"steps": 12, "batch": 3} | changes
-        plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **asked)
+        options: dict[str, Any] = {"steps": 12, "batch": 3} | changes
+        plan = TuningPlan(Path("drafter"), "base", folder / "out", folder, mode=mode, **options)
         idle = ("post_projection",) if plan.draft_steps == 1 else ()
         latents = Latents(self.checkpoint, MODES[mode], idle=idle)
         drafter, kinds = load_drafter(self.checkpoint, dtype=dtype), (self.texts[:3], self.texts[3:5])
@@ -159,9 +159,9 @@ def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.Te
     work = tmp_path_factory.mktemp("work")
 
     def make(out: Path, **changes: Any) -> TuningPlan:
-        asked: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
-        asked |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
-        asked |= {"steps": 4, "force": True}
-        return TuningPlan(out=out, **(asked | changes))
+        options: dict[str, Any] = {"directory": extracted, "base": str(base), "work": work, "prompts": prompts}
+        options |= {"new_tokens": 16, "batch": 4, "device": "cpu", "chat_template": False}
+        options |= {"steps": 4, "force": True}
+        return TuningPlan(out=out, **(options | changes))
 
     return make

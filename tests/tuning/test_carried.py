@@ -29,8 +29,8 @@ from .conftest import Plans
 def tuned(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By codes, so far that some of them change."""
     out = tmp_path_factory.mktemp("qat") / "tuned"
-    found = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
-    assert found.record["best_step"]
+    outcome = run_tuning(plan(out, mode="qat", steps=6, learning_rate=0.002))
+    assert outcome.record["best_step"]
     return out
 
 
@@ -63,8 +63,8 @@ def test_it_is_shown(tuned: Path, extracted: Path) -> None:
     ran, tuning = CliRunner().invoke(app, [str(tuned)]), verify(tuned)["tuning"]
     assert ran.exit_code == 0 and "as recorded in extraction.json" in ran.output, ran.output
     ratio, texts = tuning["overall"]["rounds"]["ratio"], tuning["overall"]["texts"]
-    said = f"tuned beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
-    assert said in " ".join(ran.output.split())
+    expected = f"tuned beside {tuning['base']}: {ratio:.3f} times the tokens per round on {texts} held-out texts"
+    assert expected in " ".join(ran.output.split())
 
 
 def test_it_is_no_longer_what_its_bundle_holds(tuned: Path, sample: Path) -> None:
@@ -83,9 +83,9 @@ def test_back_into_its_bundle(tuned: Path, sample: Path, tmp_path: Path) -> None
 def test_what_a_bundle_stores_once_is_tuned_as_one(plan: Plans, tmp_path: Path) -> None:
     """So it goes back, where nothing is stored twice."""
     bundle = variant("jax_published")
-    own = extract(bundle, tmp_path / "own").directory
-    run_tuning(plan(tmp_path / "tuned", directory=own, mode="norms", steps=2, learning_rate=0.01))
-    before, after = weights(own), weights(tmp_path / "tuned")
+    separate = extract(bundle, tmp_path / "separate").directory
+    run_tuning(plan(tmp_path / "tuned", directory=separate, mode="norms", steps=2, learning_rate=0.01))
+    before, after = weights(separate), weights(tmp_path / "tuned")
     names = sorted(name for name in after if "q_norm" in name)[:2]
     assert torch.equal(*(after[name] for name in names)) and not torch.equal(before[names[0]], after[names[0]])
     inside = inserted(tmp_path / "tuned", bundle, tmp_path / "new.tflite")
@@ -121,7 +121,7 @@ def test_floats_have_no_grid(plan: Plans, extracted: Path, tmp_path: Path) -> No
     reporter = Recorder()
     with pytest.raises(
         MtpExtractError, match=r"pre_projection is in floats.*again with its codes \(`mtp-extract … --codes`\)"
-    ) as found:
+    ) as caught:
         run_tuning(plan(tmp_path / "tuned", directory=tmp_path / "origin", mode="qat"), reporter)
     assert reporter.lines == [], "no base is loaded for it"
-    assert found.value.remedies == ("mode=norms", "mode=float")
+    assert caught.value.remedies == ("mode=norms", "mode=float")

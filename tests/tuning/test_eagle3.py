@@ -47,11 +47,11 @@ from .conftest import Plans, trained
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
 
-def untrained(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
+def build_head(base: Base, tokens: int, texts: list[Text] | None = None) -> Any:
     return build_untrained_head(base, texts or [], tokens, None, "float32", 0)
 
 
-def said_by(base: Base) -> list[Text]:
+def write_texts(base: Base) -> list[Text]:
     return [Text(prompt + base_alone(base.model, prompt, 24), len(prompt)) for prompt in PROMPTS]
 
 
@@ -59,18 +59,18 @@ def said_by(base: Base) -> list[Text]:
 def test_states_and_teacher_of_every_kind(kind: str) -> None:
     """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
     base = Base(random_base(tie_word_embeddings=False, final_logit_softcapping=2.0, **KINDS[kind]))
-    tokens, given = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
+    tokens, layer_inputs = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
     for module in (*base.model.get_decoder().layers, base.model.get_decoder().norm):
-        module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+        module.register_forward_pre_hook(lambda _, inputs: layer_inputs.append(inputs[0]))
     with torch.inference_mode():
-        expected, asked = base.model(tokens).logits, given.copy()
+        expected, states = base.model(tokens).logits, layer_inputs.copy()
         full = base.feed(tokens, range(base.num_layers + 1))
-        said = base.logits(full.hidden)
-    assert len(asked) == base.num_layers + 1 == len(full.layers)
-    for layer, state in enumerate(asked):
+        logits = base.logits(full.hidden)
+    assert len(states) == base.num_layers + 1 == len(full.layers)
+    for layer, state in enumerate(states):
         torch.testing.assert_close(full.layers[layer], state, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
-    assert 1 < said.abs().max() <= 2
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert 1 < logits.abs().max() <= 2
 
 
 def test_states_begin_alike() -> None:
@@ -85,7 +85,7 @@ def test_states_begin_alike() -> None:
     config = build_head_config(base.config, 32, None)
     sizes = measure_state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
-    checkpoint = untrained(base, 32, texts)
+    checkpoint = build_head(base, 32, texts)
     head = load_any(checkpoint)
     assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
     with torch.inference_mode():
@@ -102,12 +102,12 @@ def test_states_begin_alike() -> None:
 def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drafts without changing a text, is trained on the states it will read, and gets better."""
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
-    texts = said_by(base)
-    checkpoint = untrained(base, 32, texts)
+    texts = write_texts(base)
+    checkpoint = build_head(base, 32, texts)
     head = load_any(checkpoint)
     assert isinstance(head, Eagle3Drafter)
     loop = SpeculativeGenerator(base, head)
-    results = [loop.generate(one, max_new_tokens=24, drafts=3, stop_token_ids=[]) for one in PROMPTS]
+    results = [loop.generate(prompt, max_new_tokens=24, drafts=3, stop_token_ids=[]) for prompt in PROMPTS]
     assert [result.tokens for result in results] == [text.tokens[text.prompt_length :] for text in texts]
 
     states = States(base, head.needs, texts, 8)
@@ -133,11 +133,11 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(base, "logits", counted)
     before = measure_acceptance(pair := beside(plan, base, head), head, texts)
     latents = Latents(checkpoint, MODES["eagle3"])
-    found = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+    progress = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
     assert 0 < max(sizes) <= 12 * base.vocab_size
-    losses = [entry["loss"] for entry in found.history if "loss" in entry]
+    losses = [entry["loss"] for entry in progress.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure_acceptance(pair, load_any(latents.build_checkpoint(found.results)), texts)
+    after = measure_acceptance(pair, load_any(latents.build_checkpoint(progress.results)), texts)
     assert after.teacher_forced > before.teacher_forced + 0.2
 
 
@@ -150,9 +150,9 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     for _ in range(2):
         add_untrained_head(pair, texts)
     assert not read_checkpoint(taken[1].directory).findings
-    found = read_checkpoint(taken[1].directory)
-    assert found.config == replace(untrained(base, 24, texts).config, base="org/base")
-    loaded = load_any(found)
+    written = read_checkpoint(taken[1].directory)
+    assert written.config == replace(build_head(base, 24, texts).config, base="org/base")
+    loaded = load_any(written)
     assert isinstance(loaded, Eagle3Drafter)
     assert loaded.targets.tolist() == [*range(22), 38, 39]
     assert torch.equal(loaded.lm_head.weight, base.model.lm_head.weight[loaded.targets])
@@ -162,14 +162,14 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
 def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
     """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
     base = Base(random_base(tie_word_embeddings=False))
-    texts = said_by(base)
-    checkpoint = untrained(base, 3, texts)
+    texts = write_texts(base)
+    checkpoint = build_head(base, 3, texts)
     for objective, temperature in (("ce", 0.0), ("kl", 1.0)):
-        asked = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
-        plan = TuningPlan(None, "base", work=tmp_path / objective, **asked)
+        options = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
+        plan = TuningPlan(None, "base", work=tmp_path / objective, **options)
         latents = Latents(checkpoint, MODES["eagle3"])
-        found = trained(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
-        losses = [entry["loss"] for entry in found.history if "loss" in entry]
+        progress = trained(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
+        losses = [entry["loss"] for entry in progress.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
 
 

@@ -23,13 +23,13 @@ def test_the_figures_are_the_ones_that_are_found(plan: Plans, extracted: Path, b
     weights["model.norm.weight"][::2] *= 0.3
     save_file(weights, worse / "model.safetensors", {"format": "pt"})
     shutil.copy(extracted / "config.json", worse)
-    asked = plan(tmp_path / "tuned", directory=worse, learning_rate=0.05, steps=4)
+    tuning_plan = plan(tmp_path / "tuned", directory=worse, learning_rate=0.05, steps=4)
 
-    outcome = run_tuning(asked)
+    outcome = run_tuning(tuning_plan)
 
     texts = [text for _, text in outcome.corpus.held_out]
     prompts = [text.prompt for text in texts]
-    before, after = (evaluate(base, place, prompts, asked.new_tokens) for place in (worse, tmp_path / "tuned"))
+    before, after = (evaluate(base, place, prompts, tuning_plan.new_tokens) for place in (worse, tmp_path / "tuned"))
     assert [text.continuation for text in before] == [text.continuation for text in texts]
     assert [text.accepted for text in before] != [text.accepted for text in after]
     own = slice(outcome.corpus.own_count)

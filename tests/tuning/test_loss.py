@@ -16,25 +16,27 @@ from mtp_extract.tuning.loss import OBJECTIVES, TrainingRows, compute_gradient
 ROWS, POSITIONS, WIDTH, VOCABULARY, WEIGHT = 37, 11, 8, 50, 0.3
 
 
-def made(seed: int = 0) -> dict[str, Any]:
+def make_values(seed: int = 0) -> dict[str, Any]:
     random = torch.Generator().manual_seed(seed)
     base = 3 * torch.randn(POSITIONS, VOCABULARY, generator=random)
     return {
         "states": torch.randn(ROWS, WIDTH, generator=random),
         "head": 4 * torch.randn(VOCABULARY, WIDTH, generator=random),
         "base": base,
-        "where": torch.randint(POSITIONS, (ROWS,), generator=random),
-        "choosing": torch.rand(ROWS, generator=random) < 0.6,
+        "targets": torch.randint(POSITIONS, (ROWS,), generator=random),
+        "ce_counts": torch.rand(ROWS, generator=random) < 0.6,
     }
 
 
-def plain(name: str, given: dict[str, Any], cap: float | None, temperature: float) -> Tensor:
+def compute_plain_loss(name: str, values: dict[str, Any], cap: float | None, temperature: float) -> Tensor:
     """The definitions, with every logit at once and torch's own gradient, in F64."""
-    logits = given["states"] @ given["head"].T
+    logits = values["states"] @ values["head"].T
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     log_q = torch.log_softmax(logits / temperature, dim=-1)
-    log_p = torch.log_softmax(given["base"].double() / temperature, dim=-1)[given["where"]]
-    chosen = functional.nll_loss(log_q, given["base"].argmax(-1)[given["where"]], reduction="none") * given["choosing"]
+    log_p = torch.log_softmax(values["base"].double() / temperature, dim=-1)[values["targets"]]
+    chosen = (
+        functional.nll_loss(log_q, values["base"].argmax(-1)[values["targets"]], reduction="none") * values["ce_counts"]
+    )
     rejected = 1 - torch.minimum(log_q.exp(), log_p.exp()).sum(-1)
     each = {
         "ce": chosen,
@@ -45,35 +47,37 @@ def plain(name: str, given: dict[str, Any], cap: float | None, temperature: floa
     return WEIGHT * each.sum()
 
 
-def chunked(name: str, given: dict[str, Any], cap: float | None, temperature: float, at_once: int) -> tuple[Any, ...]:
-    asked: list[Tensor] = []
+def compute_in_chunks(
+    name: str, values: dict[str, Any], cap: float | None, temperature: float, at_once: int
+) -> tuple[Any, ...]:
+    requested: list[Tensor] = []
 
     def logits(positions: Tensor) -> Tensor:
-        asked.append(positions)
-        return given["base"][positions]
+        requested.append(positions)
+        return values["base"][positions]
 
-    aims = (given["where"], given["base"].argmax(-1), logits, WEIGHT, given["choosing"])
+    aims = (values["targets"], values["base"].argmax(-1), logits, WEIGHT, values["ce_counts"])
     rows = TrainingRows(*aims, OBJECTIVES[name], cap, temperature)
     with patch.object(loss, "LOGITS_AT_ONCE", at_once):
-        found = compute_gradient(rows, given["states"], given["head"])
+        result = compute_gradient(rows, values["states"], values["head"])
     if name != "ce" and at_once > ROWS * VOCABULARY:
-        positions = torch.cat(asked)
-        assert positions.tolist() == given["where"].unique().tolist(), "the base's logits, once for every position"
-    return found
+        positions = torch.cat(requested)
+        assert positions.tolist() == values["targets"].unique().tolist(), "the base's logits, once for every position"
+    return result
 
 
 @pytest.mark.parametrize("at_once", [1, 7 * VOCABULARY, 1 << 20])
 @pytest.mark.parametrize(("cap", "temperature"), [(None, 1.0), (5.0, 1.0), (5.0, 0.7)])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_value_and_gradient(name: str, cap: float | None, temperature: float, at_once: int) -> None:
-    given = made()
-    exact = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
-    for values in (given, exact):
-        values["states"].requires_grad_()
-        values["head"].requires_grad_()
-    expected = plain(name, exact, cap, temperature)
+    values = make_values()
+    exact = {key: value.double() if value.is_floating_point() else value for key, value in values.items()}
+    for inputs in (values, exact):
+        inputs["states"].requires_grad_()
+        inputs["head"].requires_grad_()
+    expected = compute_plain_loss(name, exact, cap, temperature)
     expected.backward()
-    value, _, gradients = chunked(name, given, cap, temperature, at_once)
+    value, _, gradients = compute_in_chunks(name, values, cap, temperature, at_once)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for key, gradient in zip(("states", "head"), gradients, strict=True):
         assert (gradient - exact[key].grad).abs().max() < 1e-5 * exact[key].grad.abs().max(), key
@@ -81,16 +85,16 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
 
 def test_agreement() -> None:
     """And a head that is not trained has no gradient."""
-    given = made(1)
-    logits = given["states"] @ given["head"].T
-    choices = given["base"].argmax(-1)[given["where"]]
+    values = make_values(1)
+    logits = values["states"] @ values["head"].T
+    choices = values["base"].argmax(-1)[values["targets"]]
     for name in ("ce", "mixed"):
-        _, hits, gradients = chunked(name, given, None, 1.0, 200)
+        _, hits, gradients = compute_in_chunks(name, values, None, 1.0, 200)
         assert len(gradients) == 1
         assert torch.equal(hits.bool(), logits.argmax(-1) == choices) and 0 < hits.mean() < 1
-    p, q = given["base"].softmax(-1)[given["where"]], logits.softmax(-1)
+    p, q = values["base"].softmax(-1)[values["targets"]], logits.softmax(-1)
     for name in ("kl", "tv"):
-        torch.testing.assert_close(chunked(name, given, None, 1.0, 200)[1], torch.minimum(p, q).sum(-1))
+        torch.testing.assert_close(compute_in_chunks(name, values, None, 1.0, 200)[1], torch.minimum(p, q).sum(-1))
 
 
 def test_nothing_of_the_rows_size_exists() -> None:
@@ -103,8 +107,8 @@ def test_nothing_of_the_rows_size_exists() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            made = [one for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Tensor)]
-            largest = max([largest, *(tensor.numel() for tensor in made)])
+            tensors = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
+            largest = max([largest, *(tensor.numel() for tensor in tensors)])
             return out
 
     rows, base = 900, torch.randn(1, VOCABULARY)

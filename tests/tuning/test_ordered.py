@@ -101,9 +101,9 @@ def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -
 def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
     """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
     assert headed.directory is not None
-    found = make(tmp_path / "other", headed.directory, top_k=32)
-    assert found.record["kinds"]["as trained on"]["share"] == 1
-    assert found.comparisons.overall.change.mean == 0 and found.refused == ()
+    outcome = make(tmp_path / "other", headed.directory, top_k=32)
+    assert outcome.record["kinds"]["as trained on"]["share"] == 1
+    assert outcome.comparisons.overall.change.mean == 0 and outcome.refused == ()
     assert read_checkpoint(tmp_path / "other").config.ordered_head == OrderedHeadConfig(32, 32)
     half = convert(headed.directory, tmp_path / "bf16", format="transformers", dtype="bf16")
     assert half.record["ordered_head"]["centroids"] == 32
@@ -115,10 +115,10 @@ def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome
 
 
 def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
-    found = make(tmp_path / "out", top_k=1, steps=1, force=False)
-    assert found.directory is None and not (tmp_path / "out").exists()
-    assert "of the dense head's choices on held-out text" in found.refused[0]
-    assert any("(random tokens)" in reason for reason in found.refused)
+    outcome = make(tmp_path / "out", top_k=1, steps=1, force=False)
+    assert outcome.directory is None and not (tmp_path / "out").exists()
+    assert "of the dense head's choices on held-out text" in outcome.refused[0]
+    assert any("(random tokens)" in reason for reason in outcome.refused)
 
 
 @pytest.mark.parametrize("format_", ["litert", "gguf", "gemma"])
@@ -140,9 +140,9 @@ def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(24, (64,), generator=generator)
     for states in (torch.randn(64, 6, generator=generator), torch.zeros(64, 6)):
-        some = [HeadSample(states, choices, torch.arange(64))]
+        samples = [HeadSample(states, choices, torch.arange(64))]
         for head in (torch.zeros(24, 6), torch.ones(24, 6)):
-            ordering, centroids, _ = build_head(head, some, some, 6, 4, 0)
+            ordering, centroids, _ = build_head(head, samples, samples, 6, 4, 0)
             assert torch.equal(ordering.sort().values, torch.arange(24)) and bool(torch.isfinite(centroids).all())
             assert torch.equal(torch.bincount(find_token_clusters(ordering, 6)), torch.full((6,), 4))
 
@@ -175,11 +175,11 @@ def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
 )
 def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]) -> None:
     both = [measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)]
-    one = msgspec.structs.replace(Comparison.of(*both, torch.ones(5 * ANCHORS, dtype=torch.bool)), change=change)
-    comparisons = cast("Any", SimpleNamespace(overall=one, workloads={"code": one}))
-    found = list(list_head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
-    assert len(found) == len(expected)
-    assert all(re.search(part, reason) for part, reason in zip(expected, found, strict=True))
+    comparison = msgspec.structs.replace(Comparison.of(*both, torch.ones(5 * ANCHORS, dtype=torch.bool)), change=change)
+    comparisons = cast("Any", SimpleNamespace(overall=comparison, workloads={"code": comparison}))
+    refusals = list(list_head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
+    assert len(refusals) == len(expected)
+    assert all(re.search(part, reason) for part, reason in zip(expected, refusals, strict=True))
 
 
 # Clusters and centroids
@@ -198,13 +198,13 @@ def planted(count: int, seed: int) -> HeadSample:
     return HeadSample(states, cluster, cluster)
 
 
-def means_of(taught: HeadSample) -> Tensor:
-    return torch.stack([taught.states[taught.choices == number].mean(dim=0) for number in range(CLUSTERS)])
+def means_of(training: HeadSample) -> Tensor:
+    return torch.stack([training.states[training.choices == number].mean(dim=0) for number in range(CLUSTERS)])
 
 
 def test_learned_rows_are_better_than_means() -> None:
-    means = means_of(taught := planted(3000, 1))
-    centroids, step = learn_centroids([taught], [planted(1500, 2)], means, steps=60, seed=3)
+    means = means_of(training := planted(3000, 1))
+    centroids, step = learn_centroids([training], [planted(1500, 2)], means, steps=60, seed=3)
     states, cluster, _ = planted(3000, 4)
     before, after = (float((rank_clusters(states, rows, cluster) < 1).double().mean()) for rows in (means, centroids))
     assert after > before + 0.1 and step > 0
@@ -212,12 +212,12 @@ def test_learned_rows_are_better_than_means() -> None:
 
 def test_what_is_best_on_the_worst_kind_is_kept() -> None:
     """Rows learned from states with wrong labels fit such states; what is kept serves the right ones too."""
-    taught, right = planted(3000, 1), planted(1500, 2)
-    means, wrong = means_of(taught), taught._replace(choices=(taught.choices + 1) % CLUSTERS)
+    training, right = planted(3000, 1), planted(1500, 2)
+    means, wrong = means_of(training), training._replace(choices=(training.choices + 1) % CLUSTERS)
     alone, step = learn_centroids([wrong], [wrong], means, steps=60, seed=0)
     both, _ = learn_centroids([wrong], [wrong, right], means, steps=60, seed=0)
     of_kinds = (
         [rank_clusters(kind.states, rows, kind.choices) for kind in (wrong, right)] for rows in (both, means, alone)
     )
-    kept, *others = (max(float(rank.double().median()) for rank in found) for found in of_kinds)
+    kept, *others = (max(float(rank.double().median()) for rank in ranks_by_kind) for ranks_by_kind in of_kinds)
     assert step > 0 and kept <= min(others)

@@ -104,11 +104,11 @@ def test_two_are_as_one(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyP
         first, second = ((work / "texts.jsonl").read_bytes() for work in works)
         assert second == first
         logs = ([json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] for work in works)
-        for one, other in zip(*logs, strict=True):
-            assert one.keys() == other.keys()
-            if "loss" in one:
-                assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
-                assert other["agreement"] == pytest.approx(one["agreement"], abs=1e-6)
+        for expected, entry in zip(*logs, strict=True):
+            assert expected.keys() == entry.keys()
+            if "loss" in expected:
+                assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+                assert entry["agreement"] == pytest.approx(expected["agreement"], abs=1e-6)
         single, double = (verify(work.with_suffix(""))["tuning"] for work in works)
         assert double["texts"] == single["texts"]
         assert double["overall"]["before"] == single["overall"]["before"]

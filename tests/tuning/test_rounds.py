@@ -66,7 +66,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     batch, forced = every_anchor(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
     where, counts = find_target_positions(batch, STEPS), mark_counted_drafts(batch, STEPS, greedy=True)
     choices = batch.choices.flatten()[where]
-    following = batch.fed.tokens.flatten()[(where + 1).clamp(max=batch.fed.tokens.numel() - 1)]
+    following = batch.base_output.tokens.flatten()[(where + 1).clamp(max=batch.base_output.tokens.numel() - 1)]
     assert torch.equal(choices[counts], following[counts])
     assert counts.sum(dim=0)[batch.real].tolist() == (forced.targets >= 0).sum(dim=1).tolist()
 

@@ -30,29 +30,29 @@ from .conftest import Plans, on_sides, write_rows
 
 def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
     """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
-    made = plan(tmp_path / "tuned", learning_rate=0.05)
-    found = run_tuning(made)
-    assert found.directory == tmp_path / "tuned"
-    before, after = (load_file(directory / "model.safetensors") for directory in (extracted, found.directory))
+    first_plan = plan(tmp_path / "tuned", learning_rate=0.05)
+    outcome = run_tuning(first_plan)
+    assert outcome.directory == tmp_path / "tuned"
+    before, after = (load_file(directory / "model.safetensors") for directory in (extracted, outcome.directory))
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    record = verify(found.directory)
+    record = verify(outcome.directory)
     validator("extraction")(record)
-    assert changed or not found.record["best_step"]
+    assert changed or not outcome.record["best_step"]
     assert all(before[name].ndim == 1 for name in changed)
     codes = "codes/codes.safetensors"
-    assert (found.directory / codes).read_bytes() == (extracted / codes).read_bytes()
+    assert (outcome.directory / codes).read_bytes() == (extracted / codes).read_bytes()
     assert record["proof"] is None
-    card = (found.directory / "README.md").read_text(encoding="utf-8")
+    card = (outcome.directory / "README.md").read_text(encoding="utf-8")
     assert "no longer those they were extracted as" in card and "--against" not in card
     assert "code" in record["tuning"]["workloads"]
     assert any(name.endswith(" (shipped)") for name in record["tuning"]["workloads"])
-    assert record["tuning"]["overall"]["texts"] == found.comparisons.overall.texts
-    assert (made.work / "log.jsonl").is_file()
-    (made.work / "state.pt").unlink()
+    assert record["tuning"]["overall"]["texts"] == outcome.comparisons.overall.texts
+    assert (first_plan.work / "log.jsonl").is_file()
+    (first_plan.work / "state.pt").unlink()
     run_tuning(plan(tmp_path / "again", learning_rate=0.05))
     for name in record["files"]:
-        assert (tmp_path / "again" / name).read_bytes() == (found.directory / name).read_bytes(), name
+        assert (tmp_path / "again" / name).read_bytes() == (outcome.directory / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(("error", "status"), [(Interrupted(signal.SIGINT), 130), (MtpExtractError("no."), 1)])
@@ -68,28 +68,28 @@ def test_the_place_of_what_was_written_until_then_is_told(
         raise error
 
     monkeypatch.setattr("mtp_extract.api.tune", run_until_then)
-    given = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
-    nothing, something, older = (run_here(*given, "--mode", mode) for mode in ("norms", "qat", "qat"))
+    arguments = ("tune", tmp_path / "drafter", "--base", "base", "-o", tmp_path / "new")
+    nothing, something, older = (run_here(*arguments, "--mode", mode) for mode in ("norms", "qat", "qat"))
     assert [done.returncode for done in (nothing, something, older)] == [status] * 3
     assert nothing.stdout == older.stdout == ""
     assert something.stdout == f"Text and state so far are in {tmp_path}/new.work/: the same command goes on there.\n"
 
 
 def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
-    found = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
-    assert found.directory is None and not (tmp_path / "tuned").exists()
-    assert found.refused[0].startswith("it is not shown to take fewer rounds on held-out text (")
-    assert ": ratio 1.000, 1.000 to 1.000 at 95 %; " in found.refused[0]
+    outcome = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
+    assert outcome.directory is None and not (tmp_path / "tuned").exists()
+    assert outcome.refused[0].startswith("it is not shown to take fewer rounds on held-out text (")
+    assert ": ratio 1.000, 1.000 to 1.000 at 95 %; " in outcome.refused[0]
 
 
 def test_a_stop_leaves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
     steps = iter(range(100))
-    found = run_tuning(plan(tmp_path / "tuned", steps=9), Recorder(stop=lambda: next(steps) == 3))
-    assert found.record["interrupted"] and found.record["steps_done"] == 4
+    outcome = run_tuning(plan(tmp_path / "tuned", steps=9), Recorder(stop=lambda: next(steps) == 3))
+    assert outcome.record["interrupted"] and outcome.record["steps_done"] == 4
     assert verify(tmp_path / "tuned")["tuning"]["interrupted"] is True
     assert "stopped before its end" in (tmp_path / "tuned" / "README.md").read_text(encoding="utf-8")
-    whole = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
-    assert whole.record["steps_done"] > 4 and not whole.record["interrupted"]
+    complete = run_tuning(plan(tmp_path / "tuned", steps=9, overwrite=True))
+    assert complete.record["steps_done"] > 4 and not complete.record["interrupted"]
 
 
 def test_the_first_ctrl_c_is_a_question() -> None:
@@ -155,12 +155,12 @@ def test_sides_are_of_sources() -> None:
 def test_sampled_serving(plan: Plans, tmp_path: Path) -> None:
     """Tuned for the probability that a draft stands."""
     # Text is written in several batches, which differ in length, and asked for side by side.
-    found = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
+    outcome = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned")
     validator("extraction")(record)
     assert record["tuning"]["recipe"]["objective"] == "mixed"
     # A greedy draft stands or falls; one that is drawn stands with a probability.
-    assert found.comparisons.overall.before.rounds % 1
+    assert outcome.comparisons.overall.before.rounds % 1
     drawn = list(map(json.loads, (tmp_path / "work/texts.jsonl").read_text(encoding="utf-8").splitlines()))
     texts_drawn = [tuple(tokens) for batch in drawn for tokens in batch["tokens"]]
     assert len(set(texts_drawn)) > len(texts_drawn) * 0.9
@@ -170,16 +170,16 @@ def test_damaged_text_is_said(plan: Plans, tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
     written = gather_texts(pair)
     path = tmp_path / "work/texts.jsonl"
-    whole = path.read_bytes()
+    stored = path.read_bytes()
     for line in (b"[]", b"{}", b"\xff\xfe", b'{"name": "a", "tokens": [[null]]}'):
-        path.write_bytes(whole + line + b"\n")
+        path.write_bytes(stored + line + b"\n")
         with pytest.raises(CheckpointError, match=r"texts\.jsonl: expected text that the base wrote"):
             gather_texts(pair)
     # What is gone, or was cut off, is written again, and is the same.
-    for rest in (b"", whole[: len(whole) // 2]):
+    for rest in (b"", stored[: len(stored) // 2]):
         path.write_bytes(rest)
         assert gather_texts(pair) == written
-        assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
+        assert sorted(path.read_bytes().splitlines()) == sorted(stored.splitlines())
 
 
 def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) 
     for work in (tmp_path / "file", tmp_path / "work"):
         with (
             lock_folder(tmp_path / "work"),
-            pytest.raises(OutputError, match=f"{work.name}: expected a place .* in use") as found,
+            pytest.raises(OutputError, match=f"{work.name}: expected a place .* in use") as caught,
         ):
             run_tuning(plan(tmp_path / "tuned", work=work))
-        assert found.value.remedies == ("work",)
+        assert caught.value.remedies == ("work",)
     assert not (tmp_path / "tuned").exists()
 
 
@@ -200,12 +200,12 @@ def test_text_by_people(plan: Plans, tmp_path: Path) -> None:
     sources = [source for side in chosen for source in side]
     rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
     path = write_rows(tmp_path / "texts.jsonl", rows)
-    found = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
-    assert found.corpus.own_count > 5
-    assert found.comparisons.overall.texts == 5
-    told = found.record["text_from"]
-    assert told["kind"] == "people" and 0 < told["agreement"] < 1
-    assert any(f"would have written {told['agreement']:.1%} of" in note for note in found.notes)
+    outcome = run_tuning(plan(tmp_path / "tuned", prompts=None, text=path, steps=1))
+    assert outcome.corpus.own_count > 5
+    assert outcome.comparisons.overall.texts == 5
+    writer = outcome.record["text_from"]
+    assert writer["kind"] == "people" and 0 < writer["agreement"] < 1
+    assert any(f"would have written {writer['agreement']:.1%} of" in note for note in outcome.notes)
     validator("extraction")(verify(tmp_path / "tuned"))
-    shipped = [item for item, _ in found.corpus.held_out[found.corpus.own_count :]]
+    shipped = [item for item, _ in outcome.corpus.held_out[outcome.corpus.own_count :]]
     assert shipped and all(item.workload.endswith("(shipped)") for item in shipped)

@@ -31,12 +31,12 @@ Write = Callable[[dict[str, Any]], Written]
 def write(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Write:
     """What the base of ``plan`` writes; the same request is computed once."""
     pair = Pair(plan(tmp_path_factory.mktemp("none") / "none"))
-    own = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
-    found: dict[str, Written] = {}
+    answer = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
+    answers: dict[str, Written] = {}
 
-    def write(asked: dict[str, Any]) -> Written:
-        key = json.dumps([asked[name] for name in ("prompt", "temperature", "seed", "max_tokens")])
-        return found.get(key) or found.setdefault(key, own(asked))
+    def write(request: dict[str, Any]) -> Written:
+        key = json.dumps([request[name] for name in ("prompt", "temperature", "seed", "max_tokens")])
+        return answers.get(key) or answers.setdefault(key, answer(request))
 
     return write
 
@@ -54,19 +54,19 @@ def of_server(plan: Plans, out: Path, server: ModelServer, **changes: Any) -> Tu
 
 def test_a_tuning_with_text_of_a_server(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     """End to end: the record says who wrote, and how far that is the base; the texts are those the base writes."""
-    found = run_tuning(of_server(plan, tmp_path / "tuned", served))
+    outcome = run_tuning(of_server(plan, tmp_path / "tuned", served))
     record = verify(tmp_path / "tuned")
     validator("extraction")(record)
-    told = record["tuning"]["text_from"]
-    assert (told["kind"], told["model"]) == ("vLLM", "google/gemma-4-E4B-it")
-    assert (told["agreement"], told["positions"]) == (1.0, 16 * told["texts"])
-    assert any("would have written 100.0% of" in note for note in found.notes)
-    own = gather_texts(Pair(plan(tmp_path / "own")))
-    assert found.corpus.kinds[0] == own.kinds[0]
-    assert found.corpus.held_out == own.held_out
+    writer_record = record["tuning"]["text_from"]
+    assert (writer_record["kind"], writer_record["model"]) == ("vLLM", "google/gemma-4-E4B-it")
+    assert (writer_record["agreement"], writer_record["positions"]) == (1.0, 16 * writer_record["texts"])
+    assert any("would have written 100.0% of" in note for note in outcome.notes)
+    by_base = gather_texts(Pair(plan(tmp_path / "by_base")))
+    assert outcome.corpus.kinds[0] == by_base.kinds[0]
+    assert outcome.corpus.held_out == by_base.held_out
     # Greedily, and once more as it is served otherwise.
-    assert {asked["temperature"] for _, asked in served.asked} == {0.0, 1.0}
-    assert len({asked["seed"] for _, asked in served.asked if asked["temperature"]}) > 1
+    assert {request["temperature"] for _, request in served.asked} == {0.0, 1.0}
+    assert len({request["seed"] for _, request in served.asked if request["temperature"]}) > 1
 
 
 def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
     file.write_bytes(file.read_bytes()[:-2])
     served.asked.clear()
     first = gather_texts(Pair(setting))
-    prompts = {(asked["prompt"], asked["temperature"]) for _, asked in served.asked}
+    prompts = {(request["prompt"], request["temperature"]) for _, request in served.asked}
     every = sum(len(json.loads(line)["tokens"]) for line in file.read_text().splitlines())
     assert len(served.asked) == len(prompts) == every - 4, "nothing else is asked twice"
     served.asked.clear()
@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
 def test_tokens_are_those_of_the_text_where_they_are_not_told(
     plan: Plans, served: ModelServer, write: Write, tmp_path: Path
 ) -> None:
-    served.write = lambda asked: replace(write(asked), ids=None)
+    served.write = lambda request: replace(write(request), ids=None)
     pair = Pair(of_server(plan, tmp_path / "tuned", served))
     for text in gather_texts(pair).kinds[0]:
         assert pair.codec.continued(pair.codec.decode(text.continuation) or "") == text.continuation
@@ -110,14 +110,14 @@ def test_another_base_is_noticed_before_training(
 ) -> None:
     """One whose every third token is another. Where text is sampled, its greedy text tells."""
     setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
-    found = gather_texts(Pair(setting)).text_from
-    assert found is not None and found["agreement"] == 1
+    text_from = gather_texts(Pair(setting)).text_from
+    assert text_from is not None and text_from["agreement"] == 1
 
-    def another(asked: dict[str, Any]) -> Written:
-        found = write(asked)
-        assert found.ids is not None
-        moved = [[token if at % 3 else (token * 7 + 3) % 512 for at, token in enumerate(ids)] for ids in found.ids]
-        return replace(found, ids=moved)
+    def another(request: dict[str, Any]) -> Written:
+        written = write(request)
+        assert written.ids is not None
+        moved = [[token if at % 3 else (token * 7 + 3) % 512 for at, token in enumerate(ids)] for ids in written.ids]
+        return replace(written, ids=moved)
 
     served.write = another
     (setting.kept_in / "texts.jsonl").unlink()

@@ -70,8 +70,8 @@ def test_it_goes_on_as_if_nothing_had_happened(
 def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
     calls = iter(range(100))
     tiny.train(tmp_path / "work", steps=4, stop=lambda: next(calls) == 1)
-    found = tiny.train(tmp_path / "work", steps=4, learning_rate=1e-3)
-    assert_same(found, tiny.train(tmp_path / "fresh", steps=4, learning_rate=1e-3))
+    progress = tiny.train(tmp_path / "work", steps=4, learning_rate=1e-3)
+    assert_same(progress, tiny.train(tmp_path / "fresh", steps=4, learning_rate=1e-3))
 
 
 @pytest.mark.parametrize("damaged", [b"", b"no state at all", pickle.dumps(Path("x"), protocol=2), [1, 2], {"done": 1}])
@@ -85,9 +85,9 @@ def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: Any) -> No
 
 def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place for text and state") as found:
+    with pytest.raises(OutputError, match=r"log\.jsonl: expected a place for text and state") as caught:
         tiny.train(tmp_path)
-    assert found.value.remedies == ("work",)
+    assert caught.value.remedies == ("work",)
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 0.98, 0.999])
@@ -104,11 +104,11 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(before)), unlimited[1]))
     try:
-        with pytest.raises(OutputError, match=r"cannot be written: .* make room there") as found:
+        with pytest.raises(OutputError, match=r"cannot be written: .* make room there") as caught:
             save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert found.value.remedies == ("work",)
+    assert caught.value.remedies == ("work",)
     assert path.read_bytes() == before
     save()
     assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
@@ -126,8 +126,10 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
 )
 def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: dict[str, object]) -> None:
     """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
-    _, found = tiny.train(tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes)
-    steps = [entry for entry in found.history if "loss" in entry]
+    _, progress = tiny.train(
+        tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes
+    )
+    steps = [entry for entry in progress.history if "loss" in entry]
     loss, agreement = ([float(entry[name]) for entry in steps] for name in ("loss", "agreement"))
     assert mean(loss[-5:]) < mean(loss[:3]) * 0.8
     assert mean(agreement[-5:]) > mean(agreement[:3]) + 0.2
@@ -135,10 +137,10 @@ def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
     """By the watched texts; and after some that are no better, it ends."""
-    _, found = tiny.train(tmp_path, steps=19, evaluations=19, learning_rate=3.0)
-    watched = {int(e["step"]): float(e["teacher_forced"]) for e in found.history if "loss" not in e}
-    assert watched[found.step] == max(watched.values())
-    assert found.done - found.step == PATIENCE and found.done < 19
+    _, progress = tiny.train(tmp_path, steps=19, evaluations=19, learning_rate=3.0)
+    watched = {int(e["step"]): float(e["teacher_forced"]) for e in progress.history if "loss" not in e}
+    assert watched[progress.step] == max(watched.values())
+    assert progress.done - progress.step == PATIENCE and progress.done < 19
 
 
 @pytest.mark.parametrize("mode", ["norms", "qat"])
@@ -147,15 +149,18 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
     stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
     changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": {"norms": 6e-2, "qat": 1e-2}[mode]}
-    latents, found = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
+    latents, progress = half.train(tmp_path, mode, lambda: next(stops), dtype=torch.bfloat16, **changes)
     assert {weight.dtype for weight in latents(torch.bfloat16).values()} == {torch.bfloat16}
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     moments = [entry["exp_avg"] for entry in state["optimizer"]["state"].values()]
     kept = [*latents.values.values(), *state["latents"].values(), *moments]
     assert {value.dtype for value in kept} == {torch.float32}
     # Steps smaller than BF16 can tell apart add up.
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.results.values()) or not found.step
-    losses = [float(entry["loss"]) for entry in found.history if "loss" in entry]
+    assert (
+        any(not torch.equal(value, value.bfloat16().float()) for value in progress.results.values())
+        or not progress.step
+    )
+    losses = [float(entry["loss"]) for entry in progress.history if "loss" in entry]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
@@ -163,8 +168,8 @@ def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
     """Text by people that the base never agrees with: later steps have no rows, and every figure is a number."""
     tokens = tuple((token + 1 + place) % 40 for place, token in enumerate(tiny.texts[0].tokens))
     odd = Tiny(tiny.base, tiny.checkpoint, tiny.drafter, (*[Text(tokens, 3)] * 5, *tiny.texts[5:]))
-    _, found = odd.train(tmp_path, steps=2, evaluations=1)
-    assert all(math.isfinite(entry["agreement"]) for entry in found.history if "loss" in entry)
+    _, progress = odd.train(tmp_path, steps=2, evaluations=1)
+    assert all(math.isfinite(entry["agreement"]) for entry in progress.history if "loss" in entry)
 
 
 # What the base computes over texts
@@ -191,16 +196,16 @@ def test_states_are_the_same_wherever_they_are_kept(
     size = sum(part.nbytes for item in expected[:-1] for part in item.values())
     groups = forwards.call_count
     assert groups == 4
-    for free, again in ((1 << 21, 0), (0, groups), (size, 3)):
+    for free, most_calls in ((1 << 21, 0), (0, groups), (size, 3)):
         monkeypatch.setattr(rounds, "free_memory", lambda device, free=free: free)
         states = States(base, needs, texts, 4)
         states.look_up(texts)
         forwards.reset_mock()
-        found = states.look_up(texts[::-1])[::-1]
-        assert 0 < forwards.call_count <= again or forwards.call_count == again
-        for one, other in zip(expected, found, strict=True):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(part, other[name]) for name, part in one.items())
+        states_again = states.look_up(texts[::-1])[::-1]
+        assert 0 < forwards.call_count <= most_calls or forwards.call_count == most_calls
+        for before, after in zip(expected, states_again, strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(part, after[name]) for name, part in before.items())
 
 
 def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
