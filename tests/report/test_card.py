@@ -34,18 +34,18 @@ IDENTIFIED = {**RECORD["source"], "provenance": {**RECORD["source"]["provenance"
 UNKNOWN = {**RECORD["source"], "size": 1, "provenance": {}}
 
 
-def by(repository: str) -> dict[str, Any]:
+def describe_source(repository: str) -> dict[str, Any]:
     return {**UNKNOWN, "provenance": {"repository": repository, "path": "x", "commit": "ab"}}
 
 
-def card(**changes: Any) -> str:
+def render_card(**changes: Any) -> str:
     return model_card({**copy.deepcopy(RECORD), **changes})
 
 
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
     record = {**RECORD, "source": IDENTIFIED}
     validator("extraction")(record)
-    read = ModelCard(card(source=IDENTIFIED)).data.to_dict()
+    read = ModelCard(render_card(source=IDENTIFIED)).data.to_dict()
     assert read == build_card_metadata(record)
     assert read == {
         "license": "apache-2.0",
@@ -117,11 +117,15 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
         ),
         # Whose repository it is says the licence, and not which of its files' bases it is for.
         (
-            {"source": by("litert-community/gemma-4-E4B-it-litert-lm")},
+            {"source": describe_source("litert-community/gemma-4-E4B-it-litert-lm")},
             ('license: "apache-2.0"', "not said"),
             ("base_model",),
         ),
-        ({"known_as": None, "source": by("org/other")}, ("hf://org/other@ab/x", "not said"), ("base_model",)),
+        (
+            {"known_as": None, "source": describe_source("org/other")},
+            ("hf://org/other@ab/x", "not said"),
+            ("base_model",),
+        ),
         (
             {"tuning": TUNED},
             (
@@ -143,16 +147,16 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
         ({"known_as": None, "source": UNKNOWN, "geometry": {"base": 1}}, (), ("base_model:",)),
     ],
 )
-def test_what_it_states_of_which_record(changes: dict[str, Any], said: Sequence[str], unsaid: Sequence[str]) -> None:
-    text = card(**changes)
+def test_statements_by_record(changes: dict[str, Any], said: Sequence[str], unsaid: Sequence[str]) -> None:
+    text = render_card(**changes)
     assert [part for part in said if part not in text] == []
     assert [part for part in unsaid if part in text] == []
 
 
 @pytest.mark.parametrize("layout", FORMATS)
 def test_each_format_is_for_its_own_engines(layout: str) -> None:
-    """One section for each engine that loads it, and a library name the Hub shows."""
-    text = card(layout=layout, files={"mtp-x-Q4_0.gguf": {}} if layout == "gguf" else {})
+    """Each engine that loads it has a section, and the library name is one of the Hub's."""
+    text = render_card(layout=layout, files={"mtp-x-Q4_0.gguf": {}} if layout == "gguf" else {})
     marks = {
         "transformers": "assistant_model=drafter",
         "vllm": "vllm serve",
@@ -165,10 +169,16 @@ def test_each_format_is_for_its_own_engines(layout: str) -> None:
     assert ModelCard(text).data.to_dict().get("library_name", "") == FORMATS[layout].library
 
 
-def test_the_card_has_no_mark_of_its_template() -> None:
+def test_no_template_markup_is_left() -> None:
     limited = model_card(RECORD, ["It is wide."], Verdict(True, "Refuted: config."))
     assert "\n- It is wide.\n" in limited and "**A validation refutes this copy.** Refuted: config." in limited
-    for text in (card(), card(layout="litert"), card(known_as=None), card(layout="eagle3"), limited):
+    for text in (
+        render_card(),
+        render_card(layout="litert"),
+        render_card(known_as=None),
+        render_card(layout="eagle3"),
+        limited,
+    ):
         assert not re.search(r"\{[{%#]|[%#]\}|\n\n\n", text)
 
 
@@ -177,7 +187,7 @@ def test_the_card_has_no_mark_of_its_template() -> None:
 )
 def test_hostile_names_stay_names(name: str) -> None:
     source = {**RECORD["source"], "name": name, "provenance": {"repository": name, "path": name}}
-    text, plain = (card(known_as=None, **changes) for changes in ({"source": source}, {}))
+    text, plain = (render_card(known_as=None, **changes) for changes in ({"source": source}, {}))
     data = ModelCard(text).data
     assert data.license == "other" and "base_model" not in data.to_dict()
     assert sum(line == "---" for line in text.splitlines()) == 2
@@ -207,7 +217,7 @@ def test_the_published_section_has_the_published_licence(monkeypatch: pytest.Mon
     table["bundles"][2]["drafter"]["sha256"] = "5" * 64
     monkeypatch.setattr(published, "load_mapping", lambda name: table)
     source = {**RECORD["source"], "provenance": {}}
-    assert ModelCard(card(source=source)).data.license == "apache-2.0"
+    assert ModelCard(render_card(source=source)).data.license == "apache-2.0"
     source["section"] = {**source["section"], "sha256": "6" * 64}
     assert license_of({**RECORD, "source": source, "known_as": None}) is None
 
@@ -217,47 +227,47 @@ def test_the_verdict_of_a_report_comes_first() -> None:
     assert "\n\nVerified. All figures are in `report.json`.\n\n## How to serve it" in text
 
 
-def sent(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ...]]:
+def read_sent_card(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ...]]:
     files, notes = plan_upload(directory, words)
     with next(file for file in files if file.path_in_repo == "README.md").as_file() as file:
         return file.read().decode(), notes
 
 
-def test_what_people_change_in_it_decides_nothing_and_is_sent(extracted: Path, tmp_path: Path) -> None:
-    """The licence put in by hand, as the card itself asks."""
+def test_an_edited_card_is_sent_unchanged(extracted: Path, tmp_path: Path) -> None:
+    """For example with the licence, which the card itself asks for."""
     edited = Path(shutil.copytree(extracted, tmp_path / "d"))
     written = (edited / "README.md").read_text()
     (edited / "README.md").write_text(written.replace('license: "other"', "license: mit") + "\nThanks.\n")
     verify(edited)
     convert(edited, tmp_path / "out", format="litert")
     (edited / "report.json").write_text(json.dumps(REPORT))
-    assert sent(edited) == (
+    assert read_sent_card(edited) == (
         (edited / "README.md").read_text(),
         ("README.md was changed since mtp-extract wrote it, and is sent as it is.",),
     )
     with pytest.raises(HubError, match=r"README\.md: expected the card that mtp-extract wrote"):
-        sent(edited, WORDS)
+        read_sent_card(edited, WORDS)
     # As the message says: without it, the card is made anew.
     (edited / "README.md").unlink()
-    assert 'base_model: ["org/base"]' in sent(edited, WORDS)[0]
+    assert 'base_model: ["org/base"]' in read_sent_card(edited, WORDS)[0]
 
 
-def test_what_is_given_is_on_the_card_that_is_sent(extracted: Path) -> None:
+def test_the_publishers_words_are_on_the_card(extracted: Path) -> None:
     before = (extracted / "README.md").read_text()
-    text, notes = sent(extracted, WORDS)
+    text, notes = read_sent_card(extracted, WORDS)
     assert 'license: "apache-2.0"\nbase_model: ["org/base"]\nbase_model_relation: "adapter"' in text
     assert "states its licence: `apache-2.0`." in text and "(`other`)" not in text
     assert not notes, "neither the directory nor its record says it"
-    assert (extracted / "README.md").read_text() == sent(extracted)[0] == before
+    assert (extracted / "README.md").read_text() == read_sent_card(extracted)[0] == before
 
 
-def test_the_source_is_named_as_a_command_opens_it() -> None:
+def test_the_source_is_an_address_that_commands_open() -> None:
     wanted = HubAddress("litert-community/gemma-4-E4B-it-litert-lm", "gemma-4-E4B-it.litertlm", "c" * 40)
     assert parse_address(COMMIT) == wanted
 
 
-def test_every_verdict_is_said_in_one_place() -> None:
-    """By a function that is given what was shown: a literal elsewhere would be said of anything."""
+def test_verdicts_are_literals_of_one_module() -> None:
+    """A function chooses them by the evidence; a literal elsewhere could claim anything."""
     package = Path(mtp_extract.__file__).parent
     for word in ("Verified", "Refuted", "Not verified", "Measured, not proven", "Named, not proven"):
         places = [path.name for path in package.rglob("*.py") if f'"{word}' in path.read_text(encoding="utf-8")]

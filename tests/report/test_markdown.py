@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from mtp_extract.report.card import Verdict, model_card
 from mtp_extract.report.markdown import escape_invisible, escape_paragraph, plain
 
-from .test_page import renamed
+from .test_page import rename_all
 
 markdown_it = pytest.importorskip("markdown_it")
 RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
 
 
-def shown(markdown: str, tag: str) -> tuple[list[str], set[str]]:
-    """Texts in the elements of this tag as a renderer shows them, and the tags that there are."""
+def render(markdown: str, tag: str) -> tuple[list[str], set[str]]:
+    """Return the texts in the elements of this tag as a renderer shows them, and all tags."""
     found = Page(RENDER(markdown))
     texts: dict[tuple[str, ...], str] = {}
     for around, text in found.texts:
@@ -27,26 +27,26 @@ def shown(markdown: str, tag: str) -> tuple[list[str], set[str]]:
     return [text.strip("\n") for text in texts.values()], {name for name, _ in found.elements}
 
 
-def is_itself(text: str) -> None:
+def check_escaped(text: str) -> None:
     expected = escape_invisible(text).strip()
-    assert shown(f"# {plain(text)}", "h1") == ([expected] if expected else [], {"h1"})
-    assert shown(escape_paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
-    assert shown(f"- {escape_paragraph(text)}", "li") == ([expected] if expected else [], {"ul", "li"})
-    cells, tags = shown(f"| a | b |\n| --- | --- |\n| {plain(text)} | c |", "td")
+    assert render(f"# {plain(text)}", "h1") == ([expected] if expected else [], {"h1"})
+    assert render(escape_paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
+    assert render(f"- {escape_paragraph(text)}", "li") == ([expected] if expected else [], {"ul", "li"})
+    cells, tags = render(f"| a | b |\n| --- | --- |\n| {plain(text)} | c |", "td")
     assert "".join(cells).removesuffix("c").strip() == expected
     assert tags == {"table", "thead", "tbody", "tr", "th", "td"}
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_is_shown_is_the_text(text: str) -> None:
-    is_itself(text)
+def test_hostile_text_is_shown_as_text(text: str) -> None:
+    check_escaped(text)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text("<>&;#[]()!`*_~|\\$-+=.1 ab\n:/\"'", max_size=24))
-def test_whatever_it_is_made_of(text: str) -> None:
+def test_any_text_is_shown_as_text(text: str) -> None:
     # Spaces in a row, and at the ends, are one or none in every page.
-    is_itself(" ".join(text.split()))
+    check_escaped(" ".join(text.split()))
 
 
 @pytest.mark.parametrize("name", HOSTILE[:12])
@@ -54,9 +54,9 @@ def test_a_card_of_such_names(name: str) -> None:
     step = {"layout": "x", "dtype": "x", "rounded": ["x"], "rule": "x"}
     made = {"tuning": tuning("x"), "ordered_head": ordered_head("x"), "converted_from": [step]}
     sound = {**RECORD, **made, "geometry": {"base": "x"}, "proof": ["x"], "rule": "x", "layout": "litert"}
-    source = {**renamed(sound["source"], name), "provenance": {"url": name, name: name, "repository": name}}
+    source = {**rename_all(sound["source"], name), "provenance": {"url": name, name: name, "repository": name}}
     tags = []
-    for record, word in ((sound, "x"), ({**renamed(sound, name), "source": source, "layout": "litert"}, name)):
+    for record, word in ((sound, "x"), ({**rename_all(sound, name), "source": source, "layout": "litert"}, name)):
         text = model_card(record, [word], Verdict(True, word)).split("---\n", 2)[2]
         tags.append({tag for tag, _ in Page(RENDER(text)).elements})
     assert tags[1] <= tags[0]

@@ -28,8 +28,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (390, 768, 1280)
 
 
-def shown(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
-    """The page of a report with these changes; and of its drafter, and of the only chain of that."""
+def make_page(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
+    """Return the page of a report with ``changes``, and changes of its drafter and of its only chain."""
     report = copy.deepcopy(REPORT)
     (found,) = report["drafters"]
     found.update(drafts)
@@ -37,13 +37,13 @@ def shown(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **chang
     return page_of(msgspec.convert({**report, **changes}, Validation))
 
 
-def told(page: Page) -> dict[str, tuple[str, str]]:
+def read_headlines(page: Page) -> dict[str, tuple[str, str]]:
     return {head.name: (head.value, head.of) for head in page.headlines}
 
 
 def test_the_four_figures() -> None:
-    page = shown()
-    assert told(page) == {
+    page = make_page()
+    assert read_headlines(page) == {
         "Verdict": ("Verified", "1 of 1 checks against sample.litertlm passed"),
         "Tokens per round": ("2.98", "chain of 3; 95 %: 2.90–3.10"),
         "Speedup": ("2.00×", "chain of 3; 5 texts, one at a time, on cpu; no interval"),
@@ -54,9 +54,9 @@ def test_the_four_figures() -> None:
     assert cells == [cell for head in page.headlines for cell in (head.name, head.value, head.of, head.means)]
 
 
-def test_what_was_not_measured_says_so() -> None:
-    alone = shown(drafters=[], controls=[], base=None)
-    assert [*told(alone).values()][1:] == [("", "it was run beside no base")] * 3
+def test_missing_figures_have_a_reason() -> None:
+    alone = make_page(drafters=[], controls=[], base=None)
+    assert [*read_headlines(alone).values()][1:] == [("", "it was run beside no base")] * 3
     assert WebPage(as_html(alone)).within("dl").count("not measured") == 3
 
 
@@ -79,14 +79,14 @@ FAILED = {**REPORT["checks"][0], "passed": False}
         ),
     ],
 )
-def test_no_figure_is_stronger_than_what_it_is_of(changes: dict[str, Any], figure: str, value: str, of: str) -> None:
-    page = shown(**changes)
-    assert told(page)[figure] == (value, of)
+def test_headlines_follow_the_report(changes: dict[str, Any], figure: str, value: str, of: str) -> None:
+    page = make_page(**changes)
+    assert read_headlines(page)[figure] == (value, of)
     assert {head.name: head.standing for head in page.headlines}[figure] == ("bad" if value == "Refuted" else "")
 
 
 def test_it_holds_every_table() -> None:
-    page = shown(notes=["something"])
+    page = make_page(notes=["something"])
     web = WebPage(as_html(page))
     assert web.within("h2") == [table.title for table in sorted(page.tables, key=lambda t: t.folded)] + ["Notes"]
     cells = iter(web.within("table"))
@@ -102,18 +102,18 @@ def test_it_holds_every_table() -> None:
     assert [image["alt"] for image in web.named("img")] == drawn
 
 
-def renamed(value: Any, name: str) -> Any:
-    """``value`` with every text that comes from outside, and every name of a workload, changed to this."""
+def rename_all(value: Any, name: str) -> Any:
+    """Return ``value`` with ``name`` in place of all text that comes from outside."""
     if isinstance(value, dict):
         kept = ("standing",)
-        return {key: item if key in kept else renamed(item, name) for key, item in value.items()}
+        return {key: item if key in kept else rename_all(item, name) for key, item in value.items()}
     if isinstance(value, list):
-        return [renamed(item, name) for item in value]
+        return [rename_all(item, name) for item in value]
     return name if isinstance(value, str) else value
 
 
-def hostile(name: str) -> Page:
-    report = renamed(REPORT, name)
+def make_hostile_page(name: str) -> Page:
+    report = rename_all(REPORT, name)
     (drafter,) = report["drafters"]
     drafter["workloads"], drafter["changes"] = ({name: drafter[key].popitem()[1]} for key in ("workloads", "changes"))
     drafter["worth"] = {name: drafter["worth"].popitem()[1]}
@@ -123,8 +123,8 @@ def hostile(name: str) -> Page:
 
 @pytest.mark.parametrize("name", [*HOSTILE[:6], *HOSTILE[-8:]])
 def test_nothing_from_outside_is_markup(name: str) -> None:
-    """Nothing in the page is an element, an attribute or an address that is not this package's."""
-    text = as_html(hostile(name))
+    """Every element, attribute and address in the page is this package's."""
+    text = as_html(make_hostile_page(name))
     text.encode("utf-8")
     page = WebPage(text)
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "base", "form", "a", "b"}
@@ -137,20 +137,20 @@ def test_nothing_from_outside_is_markup(name: str) -> None:
     assert escape_invisible(name) in "".join(shown for _, shown in page.texts)
 
 
-def test_without_matplotlib_it_says_that_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_a_note_replaces_the_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_extract.report.page.find_spec", lambda name: None)
-    assert "Nothing is drawn: matplotlib is missing" in as_html(shown())
+    assert "Nothing is drawn: matplotlib is missing" in as_html(make_page())
 
 
 def test_it_loads_nothing_and_is_the_same_again() -> None:
-    text = as_html(shown())
+    text = as_html(make_page())
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert not re.findall(r"https?://", re.sub(r"base64,[^\"]*", "", text))
-    assert text == as_html(shown())
+    assert text == as_html(make_page())
 
 
-def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
-    """Of each page, by how much something is wider than its room, but for tables that scroll, at :data:`WIDTHS`."""
+def measure_overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
+    """Return by how much each page is wider than its place at :data:`WIDTHS`, except scrolling tables."""
     frames = "".join(
         f'<iframe data-name="{name}" width="{width}" height="900" style="border:0" srcdoc="{escape(page)}"></iframe>'
         for name, page in pages.items()
@@ -184,6 +184,6 @@ def overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
 def test_nothing_is_cut_off_at_any_width(tmp_path: Path) -> None:
     many = tuple(f"column {n}" for n in range(14))
     wide = ReportTable("Wide", many, [("x" * 80, *["12.34 (11.11–13.13)"] * 13)], what="Many columns.")
-    pages = {"sample": shown(), "wide": replace(shown(drafter="x" * 300), tables=[wide])}
+    pages = {"sample": make_page(), "wide": replace(make_page(drafter="x" * 300), tables=[wide])}
     opened = {name: as_html(page).replace("<details", "<details open") for name, page in pages.items()}
-    assert overflow(opened, tmp_path) == dict.fromkeys(pages, [0] * len(WIDTHS))
+    assert measure_overflow(opened, tmp_path) == dict.fromkeys(pages, [0] * len(WIDTHS))

@@ -24,19 +24,18 @@ RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
-    """The answer to one question."""
     (found,) = server.ask([question(prompt, most, chat, **more)])
     return found
 
 
-def written(*events: Any) -> bytes:
-    """``events`` as a server writes them; bytes as they are."""
+def encode_events(*events: Any) -> bytes:
+    """Encode ``events`` as a server sends them; bytes are sent unchanged."""
     datas = (event if isinstance(event, bytes) else json.dumps(event).encode() for event in events)
     return b"".join(b"data: " + data + b"\n\n" for data in datas)
 
 
-def read(*pieces: tuple[float, bytes], asked: int = 9) -> Answer:
-    """The answer that came in ``pieces``, each at its second."""
+def read_pieces(*pieces: tuple[float, bytes], asked: int = 9) -> Answer:
+    """Read the answer from ``pieces``, which arrive at these seconds."""
     return read_answer((piece for _, piece in pieces), 10.0, asked, iter([at for at, _ in pieces]).__next__)
 
 
@@ -45,7 +44,7 @@ Connect = Callable[..., Server]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """A server whose connections are closed after the test."""
+    """Return a function that connects to a server until the end of the test."""
     with ExitStack() as stack:
         yield lambda url, **arguments: stack.enter_context(Server(url, **arguments))
 
@@ -57,7 +56,7 @@ def vllm() -> Iterator[ModelServer]:
 
 
 @pytest.mark.parametrize("kind", sorted(MANNERS))
-def test_each_kind_is_recognised_and_answers(connect: Connect, kind: str) -> None:
+def test_each_kind_is_recognized_and_answers(connect: Connect, kind: str) -> None:
     with model_server(kind) as server:
         found, tokens, counted = connect(server.url + "/v1/"), words_of(PROMPT, 6), account(6)
         assert (found.kind.name, found.model, found.name) == (kind, MODEL, server.url)
@@ -83,7 +82,7 @@ def test_a_completion_is_not_a_chat(connect: Connect, vllm: ModelServer) -> None
 
 
 def test_counters_of_the_pages() -> None:
-    """The numbers that stand in the files, over all label sets; and by how much those of a real vLLM moved."""
+    """The numbers in the files, summed over labels, and the difference of two pages of a real vLLM."""
     expected = {
         "vLLM": Counters(5, 493, 131, 524, 321, positions=(109, 91, 69, 52)),
         "SGLang": Counters(requests=2, tokens=192, rounds=55),
@@ -97,8 +96,8 @@ def test_counters_of_the_pages() -> None:
     assert after - before == Counters(3, 60, 34, 102, 27, (15, 9, 3))
 
 
-def test_what_is_not_told_is_not_nothing() -> None:
-    """Of drafts, but where none of their counters is there."""
+def test_a_missing_count_is_not_zero() -> None:
+    """Except for drafts, if all of their counters are missing."""
     without = read_answer_counters({"predicted_n": 3, "predicted_ms": 8.5}, None, None)
     assert without == Counters(tokens=3, rounds=0, drafted=0, accepted=0)
     for name, ours in (("draft_n_accepted", "accepted"), ("draft_n", "drafted")):
@@ -106,25 +105,28 @@ def test_what_is_not_told_is_not_nothing() -> None:
 
 
 def test_times_are_those_of_arrival() -> None:
-    """Pieces may end anywhere; what comes in one came at one time."""
-    data = written(TEXT, TEXT, {"choices": [{"text": "b"}]}, FINISHED | used(4))
+    """A piece may end anywhere, and all its events arrive at one time."""
+    data = encode_events(TEXT, TEXT, {"choices": [{"text": "b"}]}, FINISHED | make_usage(4))
     second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
-    answer = read((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
+    answer = read_pieces((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
     assert (answer.text, answer.tokens) == ("aab", 4)
     assert (answer.first_s, answer.seconds) == (1.0, 2.0)
     # Text that comes at once has no speed: a proxy keeps it until it ends, and sends the end after it.
-    answer = read((11.0, written(TEXT)), (13.0, written(FINISHED | used(3))))
+    answer = read_pieces((11.0, encode_events(TEXT)), (13.0, encode_events(FINISHED | make_usage(3))))
     assert (answer.tokens, answer.first_s, answer.seconds) == (3, 1.0, 0.0)
 
 
-def at_a_time(*sizes: int, thoughts: int = 0, so_far: bool = False, **details: Any) -> list[tuple[float, bytes]]:
-    """A text of so many tokens in each event, of four letters each, a second apart, after a second of ``thoughts``."""
+def make_pieces(*sizes: int, thoughts: int = 0, so_far: bool = False, **details: Any) -> list[tuple[float, bytes]]:
+    """Return a text with so many 4-letter tokens in each event, a second apart, after ``thoughts`` tokens."""
     events, sent = list[tuple[float, bytes]](), thoughts
     for number, size in enumerate(sizes):
         sent += size
-        event = {"choices": [{"text": "word" * size}]} | (used(sent) if so_far else {})
-        events.append((11.0 + number, written(event)))
-    return [*events, (11.0 + len(sizes) - 1, written(FINISHED, {"usage": {"completion_tokens": sent, **details}}))]
+        event = {"choices": [{"text": "word" * size}]} | (make_usage(sent) if so_far else {})
+        events.append((11.0 + number, encode_events(event)))
+    return [
+        *events,
+        (11.0 + len(sizes) - 1, encode_events(FINISHED, {"usage": {"completion_tokens": sent, **details}})),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,25 +141,25 @@ def at_a_time(*sizes: int, thoughts: int = 0, so_far: bool = False, **details: A
 def test_thoughts_that_are_not_streamed_are_no_part_of_the_text(
     usage: dict[str, Any], first: int | None, timed: int | None
 ) -> None:
-    """Ten tokens in four seconds, after a hundred that nobody saw."""
-    answer = read(*at_a_time(2, 2, 2, 2, 2, thoughts=100, **usage), asked=200)
+    """Ten tokens in four seconds follow a hundred that were not sent."""
+    answer = read_pieces(*make_pieces(2, 2, 2, 2, 2, thoughts=100, **usage), asked=200)
     assert (answer.tokens, answer.seconds, answer.unstreamed) == (110, 4.0, True)
     assert (answer.first_tokens, answer.timed_tokens) == (first, timed)
 
 
 def test_thoughts_that_are_streamed_are_text() -> None:
-    """Whatever is said of them; and the first text is one token, unless the server says how many."""
-    thought = written({"choices": [{"delta": {"reasoning": "hm, "}}]})
-    end = written({"choices": [{"delta": {"content": "so"}}]}, FINISHED, {"usage": {"completion_tokens": 2}})
+    """The first text counts as one token, unless the server reports how many it has."""
+    thought = encode_events({"choices": [{"delta": {"reasoning": "hm, "}}]})
+    end = encode_events({"choices": [{"delta": {"content": "so"}}]}, FINISHED, {"usage": {"completion_tokens": 2}})
     counted = end.replace(b'"completion_tokens": 2', b'"completion_tokens": 2, "reasoning_tokens": 1')
     for data in (end, counted):
-        answer = read((11.0, thought), (12.0, data))
+        answer = read_pieces((11.0, thought), (12.0, data))
         assert (answer.first_tokens, answer.timed_tokens, answer.unstreamed) == (None, 1, False)
-    assert read(*at_a_time(3, 2, 2, so_far=True)).timed_tokens == 4
-    assert read(*at_a_time(3, 2, 2)).timed_tokens == 6
+    assert read_pieces(*make_pieces(3, 2, 2, so_far=True)).timed_tokens == 4
+    assert read_pieces(*make_pieces(3, 2, 2)).timed_tokens == 6
 
 
-def test_an_answer_may_be_no_stream(connect: Connect) -> None:
+def test_an_answer_that_is_not_streamed(connect: Connect) -> None:
     with model_server("llama-server") as server:
         server.streams = False
         answers = [ask(connect(server.url), chat=chat) for chat in (True, False)]
@@ -172,18 +174,17 @@ def test_one_token_beyond_the_limit_is_an_answer(connect: Connect, vllm: ModelSe
     assert ask(connect(vllm.url)).tokens == 4
 
 
-def test_a_line_that_comes_byte_by_byte_takes_no_longer_than_its_length() -> None:
-    """Each byte is looked at twice at most: a line of a megabyte is read in the time of its bytes."""
-    data = written({"choices": [{"text": "a" * (1 << 20)}]}, FINISHED)
+def test_a_line_in_single_bytes_takes_linear_time() -> None:
+    data = encode_events({"choices": [{"text": "a" * (1 << 20)}]}, FINISHED)
     with bounded(20):  # it was three minutes
         answer = read_answer((data[at : at + 1] for at in range(len(data))), 0.0, 100, lambda: 0.0)
     assert len(answer.text) == 1 << 20
 
 
-def test_token_ids_are_taken_where_they_are_all_there() -> None:
+def test_token_ids_must_be_complete() -> None:
     def ids(*given: Any) -> tuple[int, ...] | None:
         events = ({"choices": [{"text": "a", "token_ids": some}]} for some in given)
-        return read((11.0, written(*events, used(3) | FINISHED))).token_ids
+        return read_pieces((11.0, encode_events(*events, make_usage(3) | FINISHED))).token_ids
 
     assert ids([5], [7, 0]) == (5, 7, 0)
     assert ids([5], [7]) is None, "fewer than were counted"
@@ -245,7 +246,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
 
 
 @pytest.mark.parametrize("value", ["", "  ", "two words", "schlüssel"])
-def test_what_is_no_key(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_keys(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", value)
     with pytest.raises(MtpExtractError, match="environment variable SOME_KEY"):
         read_key("SOME_KEY")
@@ -259,8 +260,8 @@ def test_what_is_no_key(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "http://host:99999",
     ],
 )
-def test_what_is_no_url(connect: Connect, url: str) -> None:
-    """Nor is a login one, which is not shown."""
+def test_invalid_urls(connect: Connect, url: str) -> None:
+    """A login in a URL is refused and not shown."""
     with pytest.raises(MtpExtractError, match="expected the URL of a server, without a login") as caught:
         connect(url)
     assert not any(secret in str(caught.value) for secret in ("user", "pa%20ss", "secret"))
@@ -275,28 +276,28 @@ def body(data: bytes, kind: str = "application/json") -> Callable[[Any], None]:
 
 
 def stream(*events: Any, end: bool = True) -> Callable[[Any], None]:
-    return body(written(*events) + (b"data: [DONE]\n\n" if end else b""), "text/event-stream")
+    return body(encode_events(*events) + (b"data: [DONE]\n\n" if end else b""), "text/event-stream")
 
 
-def begun(handler: Any, kind: str, length: int) -> None:
+def send_head(handler: Any, kind: str, length: int) -> None:
     handler.send_response(200)
     handler.send_header("Content-Type", kind)
     handler.send_header("Content-Length", str(length))
     handler.end_headers()
 
 
-def cut(handler: Any) -> None:
-    """The connection ends in the middle of what was announced."""
-    begun(handler, "text/event-stream", 1000)
+def send_part(handler: Any) -> None:
+    """Close the connection before the announced length."""
+    send_head(handler, "text/event-stream", 1000)
     handler.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
     handler.close_connection = True
 
 
-def endless(line: bytes, kind: str, pause: float = 0.0) -> Callable[[Any], None]:
-    """So much of one line that no answer or page has it, with ``pause`` seconds before each."""
+def send_endlessly(line: bytes, kind: str, pause: float = 0.0) -> Callable[[Any], None]:
+    """Return a handler that sends ``line`` without end, with ``pause`` seconds before each."""
 
     def answer(handler: Any) -> None:
-        begun(handler, kind, 1 << 34)
+        send_head(handler, kind, 1 << 34)
         while True:
             sleep(pause)
             handler.wfile.write(line)
@@ -308,11 +309,11 @@ TEXT = {"choices": [{"text": "a"}]}
 FINISHED = {"choices": [{"text": "", "finish_reason": "stop"}]}
 
 
-def used(tokens: Any) -> dict[str, Any]:
+def make_usage(tokens: Any) -> dict[str, Any]:
     return {"usage": {"completion_tokens": tokens}}
 
 
-def told(**counters: Any) -> dict[str, Any]:
+def make_draft_metrics(**counters: Any) -> dict[str, Any]:
     return {"metrics": {"speculative_decoding": {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2, **counters}}}
 
 
@@ -333,7 +334,7 @@ NO_EVENTS: tuple[Any, ...] = (
         (body(b"<html>"), "expected an event of an answer as JSON, found <html>"),
         (body(b"<html>", "text/html"), "expected a stream of events"),
         (body(b'{"detail": "no"}'), "expected a stream of events"),
-        (cut, "the connection was lost"),
+        (send_part, "the connection was lost"),
         (stream(TEXT, end=False), "expected a stream of events"),
         (stream(TEXT, b"not json"), "expected an event of an answer as JSON, found not json"),
         (stream(TEXT, b"[1]"), "expected an event of an answer"),
@@ -342,24 +343,28 @@ NO_EVENTS: tuple[Any, ...] = (
         (stream(TEXT, {"error": {"message": "out of\nmemory"}}), r"ended in an error: out of\\nmemory"),
         (stream(TEXT, {"error": "gone"}), "ended in an error: gone"),
         *((stream(event, FINISHED), "expected an event of an answer as JSON") for event in NO_EVENTS),
-        (stream(TEXT, told(num_draft_tokens=-1)), "expected a count for num_draft_tokens, found -1"),
-        (stream(TEXT, told(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
-        (stream(TEXT, told(num_draft_tokens=1 << 60)), "expected a count"),
-        (stream(TEXT, told(num_draft_tokens=[])), "expected a count"),
-        (stream(TEXT, used(5), FINISHED), "expected counts of an answer of up to 3 tokens, found 5 tokens"),
-        *((stream(TEXT, told(num_draft_tokens=odd)), "expected a count") for odd in (True, "1_0", "4", "١٢")),
-        (stream(TEXT, used(0), FINISHED), "expected counts of an answer of up to 3 tokens, found 0 tokens"),
-        (stream(TEXT, told(num_accepted_draft_tokens=5)), "expected counts of an answer"),
-        (stream(TEXT, told(num_spec_steps=0)), "expected counts of an answer"),
-        (stream(TEXT, told(num_spec_steps=6)), "expected counts of an answer"),
-        (stream(TEXT, told(num_draft_tokens=800, num_accepted_draft_tokens=800)), "expected counts of an answer"),
-        (endless(b"a" * (1 << 16), "text/event-stream"), "too large"),
-        (endless(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
+        (stream(TEXT, make_draft_metrics(num_draft_tokens=-1)), "expected a count for num_draft_tokens, found -1"),
+        (stream(TEXT, make_draft_metrics(num_draft_tokens=1.5)), "expected a count for num_draft_tokens, found 1.5"),
+        (stream(TEXT, make_draft_metrics(num_draft_tokens=1 << 60)), "expected a count"),
+        (stream(TEXT, make_draft_metrics(num_draft_tokens=[])), "expected a count"),
+        (stream(TEXT, make_usage(5), FINISHED), "expected counts of an answer of up to 3 tokens, found 5 tokens"),
+        *(
+            (stream(TEXT, make_draft_metrics(num_draft_tokens=odd)), "expected a count")
+            for odd in (True, "1_0", "4", "١٢")
+        ),
+        (stream(TEXT, make_usage(0), FINISHED), "expected counts of an answer of up to 3 tokens, found 0 tokens"),
+        (stream(TEXT, make_draft_metrics(num_accepted_draft_tokens=5)), "expected counts of an answer"),
+        (stream(TEXT, make_draft_metrics(num_spec_steps=0)), "expected counts of an answer"),
+        (stream(TEXT, make_draft_metrics(num_spec_steps=6)), "expected counts of an answer"),
+        (
+            stream(TEXT, make_draft_metrics(num_draft_tokens=800, num_accepted_draft_tokens=800)),
+            "expected counts of an answer",
+        ),
+        (send_endlessly(b"a" * (1 << 16), "text/event-stream"), "too large"),
+        (send_endlessly(b'data: {"choices": [{"text": "a"}]}\n' * 1000, "text/event-stream"), "too large"),
     ],
 )
-def test_answers_that_are_none(
-    connect: Connect, vllm: ModelServer, answer: Callable[[Any], None], message: str
-) -> None:
+def test_invalid_answers(connect: Connect, vllm: ModelServer, answer: Callable[[Any], None], message: str) -> None:
     server = connect(vllm.url)
     vllm.overrides["/v1/completions"] = answer
     with pytest.raises(ServerError, match=message) as caught:
@@ -386,12 +391,12 @@ def test_events_of_other_forms(connect: Connect, vllm: ModelServer, event: dict[
 
 
 def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
-    """None there, of something else, of what is no count, or without end."""
+    """The page is missing, of another program, endless, or its values are not counts."""
     server = connect(vllm.url)
     other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
     values = (b"NaN", b"-1", b"1e400", b"1.5", b"1_0", "١".encode(), b"\xff\x1b[31m")
     pages = [body(page, "a/b") for page in (other, *(b"vllm:request_success_total " + value for value in values))]
-    for answer in (status(501), *pages, endless(b"}{" * (1 << 15), "text/plain")):
+    for answer in (status(501), *pages, send_endlessly(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
         assert server.counters() == Counters()
 
@@ -406,7 +411,7 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
         (b'{"data": [{"id": 7}, null, "a"]}', "expected one model, found none. Name one"),
     ],
 )
-def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
+def test_invalid_lists_of_models(connect: Connect, vllm: ModelServer, listed: bytes, message: str) -> None:
     vllm.overrides["/v1/models"] = body(listed)
     with pytest.raises(ServerError, match=message) as caught:
         connect(vllm.url)
@@ -417,18 +422,18 @@ def test_what_is_no_server_of_models(connect: Connect, vllm: ModelServer, listed
 
 
 def trickling_head(handler: Any) -> None:
-    """Each line in time, and no end: only closing the connection ends it."""
+    """Send headers without end; only closing the connection stops it."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
     while True:
         handler.wfile.write(b"X: y\r\n")
         sleep(0.01)
 
 
-@pytest.mark.parametrize("answer", [endless(b": still here\n", "text/event-stream", pause=0.01), trickling_head])
+@pytest.mark.parametrize("answer", [send_endlessly(b": still here\n", "text/event-stream", pause=0.01), trickling_head])
 def test_an_answer_that_takes_too_long(
     connect: Connect, vllm: ModelServer, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], None]
 ) -> None:
-    """By the clock of whoever waits, though something comes all the time; pages are no answers."""
+    """The client's clock decides, though data keeps arriving; pages have a timeout of their own."""
     server = connect(vllm.url)
     with monkeypatch.context() as patched, pytest.raises(ServerError, match="expected an answer within"):
         patched.setattr(client, "_PAGE_TIMEOUT", 0.1)
@@ -448,18 +453,18 @@ def test_an_answer_that_takes_too_long(
     ],
 )
 def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, told: Counters, text: str) -> None:
-    """As vLLM 0.32.0 sent them from a CPU, in pieces of any size."""
+    """Recorded from vLLM 0.32.0 on a CPU, and read in pieces of any size."""
     data = (RECORDED / f"{name}.txt").read_bytes().partition(b"\r\n\r\n")[2]
     for size in (1, 100, len(data)):
         pieces = [(11.0 + number, data[at : at + size]) for number, at in enumerate(range(0, len(data), size))]
-        answer = read(*pieces, asked=24)
+        answer = read_pieces(*pieces, asked=24)
         assert (answer.tokens, answer.counted) == (tokens, told)
         assert answer.text.startswith(text) and len(answer.token_ids or ()) == tokens
         assert answer.prompt_tokens == len(answer.prompt_ids or ()) == given
 
 
 def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelServer) -> None:
-    """Nobody is answered before all are there."""
+    """The server answers none of them before all have arrived."""
     waiting, own = threading.Barrier(64), vllm.answer
     vllm.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
     found = connect(vllm.url).ask([question("x" * number, 3) for number in range(64)], 64)
@@ -467,7 +472,7 @@ def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelSer
 
 
 def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: ModelServer) -> None:
-    """Two at a time: the third is answered while the second is still under way."""
+    """Of two at a time: the third is answered while the second still waits."""
     third, own = threading.Event(), vllm.answer
 
     def answer(prompt: str, most: int) -> list[str]:
@@ -483,7 +488,7 @@ def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: Model
 
 
 def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
-    """Others that are under way are not waited for, and few more are asked."""
+    """It does not wait for the others, and sends few more."""
     never, own = threading.Event(), vllm.answer
     vllm.answer = lambda prompt, most: own(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
     vllm.lies = {"a": 1 << 40}
@@ -494,7 +499,7 @@ def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
 
 
 def test_each_request_has_a_connection_of_its_own(connect: Connect, vllm: ModelServer) -> None:
-    """One that is kept may be closed as the next request comes, which ended a benchmark, or lost its counts."""
+    """A kept connection may be closed as the next request arrives."""
     found, server = [], connect(vllm.url)
     vllm.overrides["/metrics"] = lambda handler: found.append(handler.client_address) or handler.json({}, 404)
     for _ in range(3):

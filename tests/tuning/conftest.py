@@ -41,8 +41,8 @@ Plans = Callable[..., TuningPlan]
 """Makes the plan of a result's place and of changes."""
 
 
-def coded(weight: np.ndarray, bits: int = 4) -> Weight:
-    """``weight`` on a symmetric grid with a step a row, as ai-edge-quantizer makes it."""
+def quantize_rows(weight: np.ndarray, bits: int = 4) -> Weight:
+    """Quantize ``weight`` symmetrically with a scale for each row, as ai-edge-quantizer does."""
     most = (1 << bits - 1) - 1
     size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
     codes = np.rint(weight / size).astype(np.int8)
@@ -50,7 +50,7 @@ def coded(weight: np.ndarray, bits: int = 4) -> Weight:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses the same text of the base runs in one process."""
+    """Run tests that share the base's text in one process."""
     for item in items:
         uses_plan = item.path.parent == Path(__file__).parent and "plan" in getattr(item, "fixturenames", ())
         if item.config.pluginmanager.hasplugin("xdist") and uses_plan:
@@ -88,13 +88,13 @@ class Tiny:
             patch.setattr(train_module, "EVALUATIONS", evaluations)
             patch.setattr(train_module, "ANCHORS", anchors)
             patch.setattr(rounds, "free_memory", lambda device: 2 * memory)
-            return latents, trained(plan, self.base, drafter, latents, kinds, self.texts[5:], stop=stop)
+            return latents, train_in_memory(plan, self.base, drafter, latents, kinds, self.texts[5:], stop=stop)
 
 
-def trained(
+def train_in_memory(
     plan: TuningPlan, base: Base, drafter: Network, latents: Latents, *texts: Any, stop: Any = bool
 ) -> TrainingProgress:
-    """Trained without a directory: on kinds of texts, watched beside other ``texts``, and a base that is loaded."""
+    """Train without a directory: on kinds of texts and watched ``texts``, with a loaded base."""
     more = {"base_fingerprint": "", "origin": SimpleNamespace(sums={}), "say": SILENT.say}
     return train(beside(plan, base, drafter, **more), Corpus(*texts, (), 0), latents, Recorder(stop))
 
@@ -106,7 +106,7 @@ def tiny() -> Tiny:
     tensors = dict[str, Weight]()
     for role, shape in shapes_of(drafter.config).items():
         weight = drafter.state_dict()[role.path].numpy().reshape(shape)
-        tensors[role.name] = coded(weight) if role.kind == MATRIX else of_array(weight)
+        tensors[role.name] = quantize_rows(weight) if role.kind == MATRIX else of_array(weight)
     checkpoint = Checkpoint(drafter.config, MappingProxyType(tensors), "f32")
     generator = torch.Generator().manual_seed(5)
     starts = torch.randint(40, (8, 3), generator=generator)
@@ -121,8 +121,8 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _small() -> Iterator[None]:
-    """A base that is loaded once, and few shipped prompts: each is a text the base writes."""
+def _use_small_inputs() -> Iterator[None]:
+    """Load the base once, and use few shipped prompts, for each of which the base writes a text."""
     few = shipped_prompts(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
@@ -133,13 +133,13 @@ def _small() -> Iterator[None]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """A file of prompts or texts, an object a line."""
+    """Write a file of prompts or texts, an object in each line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def on_sides(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]]:
-    """Of each side, the first so many of the ``sources`` that are on it."""
+def choose_sources(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]]:
+    """Return for each side the first of the ``sources`` that are on it, as many as ``sides`` says."""
     every = list(sources)
     chosen = [[source for source in every if split_of(source) == side][:count] for side, count in sides.items()]
     assert [*map(len, chosen)] == [*sides.values()]
@@ -149,13 +149,13 @@ def on_sides(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    chosen = on_sides((head + tail for head in HEADS for tail in TAILS), {TRAINED: 8, WATCHED: 4, HELD_OUT: 6})
+    chosen = choose_sources((head + tail for head in HEADS for tail in TAILS), {TRAINED: 8, WATCHED: 4, HELD_OUT: 6})
     return write_rows(path, ({"prompt": prompt, "source": prompt, "workload": "code"} for prompt in chain(*chosen)))
 
 
 @pytest.fixture(scope="session")
 def plan(extracted: Path, base: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Plans:
-    """Plans share what the base wrote."""
+    """Return a function that makes plans, which share the base's text."""
     work = tmp_path_factory.mktemp("work")
 
     def make(out: Path, **changes: Any) -> TuningPlan:

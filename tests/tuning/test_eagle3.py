@@ -42,7 +42,7 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.rounds import Batch, Rounds, States, measure_acceptance
 from mtp_extract.tuning.run import run_tuning
 
-from .conftest import Plans, trained
+from .conftest import Plans, train_in_memory
 
 PROMPTS = ((1,), (3, 14, 15, 9, 2, 6, 5), (7, 3, 5, 9))
 
@@ -57,7 +57,7 @@ def write_texts(base: Base) -> list[Text]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_teacher_of_every_kind(kind: str) -> None:
-    """A state is what a layer is given, a teacher's logits are what the base says, soft cap and all."""
+    """The states are the layers' inputs, and the logits are the base's, soft cap included."""
     base = Base(random_base(tie_word_embeddings=False, final_logit_softcapping=2.0, **KINDS[kind]))
     tokens, layer_inputs = torch.randint(40, (2, 11), generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
     for module in (*base.model.get_decoder().layers, base.model.get_decoder().norm):
@@ -73,8 +73,8 @@ def test_states_and_teacher_of_every_kind(kind: str) -> None:
     assert 1 < logits.abs().max() <= 2
 
 
-def test_states_begin_alike() -> None:
-    """Layers differ 100-fold in size, and one token a thousandfold from all others."""
+def test_the_input_norm_equalizes_layers() -> None:
+    """The layers' states differ 100-fold in size, and those of one token a thousandfold from all others."""
     base = Base(random_base())
     with torch.no_grad():
         base.model.get_decoder().layers[0].layer_scalar.fill_(0.1)
@@ -133,7 +133,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(base, "logits", counted)
     before = measure_acceptance(pair := beside(plan, base, head), head, texts)
     latents = Latents(checkpoint, MODES["eagle3"])
-    progress = trained(plan, base, head, latents, (tuple(texts),), tuple(texts))
+    progress = train_in_memory(plan, base, head, latents, (tuple(texts),), tuple(texts))
     assert 0 < max(sizes) <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in progress.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
@@ -159,8 +159,8 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     assert loaded.rows(torch.tensor([0, 22, 39])).tolist() == [0, -1, 23]
 
 
-def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
-    """A head of 3 tokens learns of the places where the base says one of them, whatever it says elsewhere."""
+def test_only_tokens_of_the_draft_vocabulary_are_targets(tmp_path: Path) -> None:
+    """A head of 3 tokens learns from the positions where the base chooses one of them."""
     base = Base(random_base(tie_word_embeddings=False))
     texts = write_texts(base)
     checkpoint = build_head(base, 3, texts)
@@ -168,25 +168,25 @@ def test_only_targets_it_has_are_trained_for(tmp_path: Path) -> None:
         options = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
         plan = TuningPlan(None, "base", work=tmp_path / objective, **options)
         latents = Latents(checkpoint, MODES["eagle3"])
-        progress = trained(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
+        progress = train_in_memory(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
         losses = [entry["loss"] for entry in progress.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
 
 
-def test_the_vocabulary_is_what_the_base_says_most() -> None:
+def test_draft_tokens_are_the_most_frequent() -> None:
     texts, always = [Text((9, 9, 9, 5, 5, 4), 3), Text((9, 7, 5), 1)], [8]
     assert [choose_draft_tokens(texts, n, 10) for n in (3, 2, 6)] == [[4, 5, 7], [4, 5], [0, 1, 2, 4, 5, 7]]
     assert choose_draft_tokens(texts, 2, 10, always) == [5, 8]
     assert choose_draft_tokens([], 10, 10) == list(range(10))
 
 
-def test_layers_that_are_read() -> None:
+def test_base_layers() -> None:
     expected = {42: (2, 21, 39), 60: (2, 30, 57), 35: (2, 17, 32), 6: (1, 3, 5), 4: (1, 2, 3)}
     assert {count: choose_base_layers(count) for count in expected} == expected
 
 
 def test_a_whole_training(plan: Plans, tmp_path: Path) -> None:
-    """From a base alone to a directory that engines load, with its record and its card."""
+    """From a base to a directory that engines load, with record and card."""
     tuned = run_tuning(plan(tmp_path / "head", directory=None, mode="eagle3", steps=20, draft_vocab=128))
     assert tuned.directory == tmp_path / "head"
     config = read_checkpoint(tuned.directory).config

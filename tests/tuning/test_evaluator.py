@@ -14,8 +14,8 @@ from mtp_extract.tuning.run import run_tuning
 from .conftest import Plans
 
 
-def test_the_figures_are_the_ones_that_are_found(plan: Plans, extracted: Path, base: Path, tmp_path: Path) -> None:
-    """Teacher-forced tokens per round, rounds and tokens of every text, before and after, from its prompt alone."""
+def test_figures_agree_with_an_independent_evaluator(plan: Plans, extracted: Path, base: Path, tmp_path: Path) -> None:
+    """Teacher-forced tokens per round, rounds and tokens of every text, before and after."""
     worse = tmp_path / "worse"
     worse.mkdir()
     weights = load_file(extracted / "model.safetensors")

@@ -20,8 +20,8 @@ from mtp_extract.tuning.latents import MODES, Latents
 from .conftest import Tiny
 
 
-def moved(latents: Latents) -> Checkpoint:
-    """What comes of it when every number has been trained a little."""
+def move_all(latents: Latents) -> Checkpoint:
+    """Return the checkpoint after every parameter has changed a little."""
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for value in latents.parameters():
@@ -29,8 +29,8 @@ def moved(latents: Latents) -> Checkpoint:
     return latents.build_checkpoint(latents.copy_results())
 
 
-def with_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
-    """Of its checkpoint with other weights, by role."""
+def replace_weights(tiny: Tiny, mode: str, weights: dict[str, Weight]) -> Latents:
+    """Return the latents of the checkpoint with other ``weights``, by role."""
     tensors = MappingProxyType({**tiny.checkpoint.tensors, **weights})
     return Latents(dataclasses.replace(tiny.checkpoint, tensors=tensors), MODES[mode])
 
@@ -48,7 +48,7 @@ def test_untrained_is_unchanged(tiny: Tiny, mode: str) -> None:
 
 def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
-    tuned = moved(latents)
+    tuned = move_all(latents)
     weights, drafter = latents(torch.float32), load_drafter(tuned).state_dict()
     changed = 0
     for role in shapes_of(tiny.checkpoint.config):
@@ -65,7 +65,7 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     assert changed > 1000
 
 
-def test_the_gradient_passes_the_grid(tiny: Tiny) -> None:
+def test_the_gradient_passes_the_rounding(tiny: Tiny) -> None:
     latents = Latents(tiny.checkpoint, MODES["qat"])
     weight = latents(torch.float32)["lm_head.weight"]
     weight.backward(torch.full_like(weight, 2.0))
@@ -75,14 +75,14 @@ def test_the_gradient_passes_the_grid(tiny: Tiny) -> None:
 @pytest.mark.parametrize("factor", [1.0, 30.0])
 @pytest.mark.parametrize(("signed", "zero_point"), [(True, 0), (True, 3), (False, 7)])
 def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point: int) -> None:
-    """Blocks, zero points, unsigned codes, a folded factor: values come back as their codes, moved ones as others."""
+    """Blocks, zero points, unsigned codes, a factor: values round to their codes, moved values to other codes."""
     shape = tiny.checkpoint.tensors["lm_head"].shape
     random = np.random.default_rng(0)
     low, high = (-8, 7) if signed else (0, 15)
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    latents = with_weights(tiny, "qat", {"lm_head": of_codes(stored, Packing(4, signed), steps)})
+    latents = replace_weights(tiny, "qat", {"lm_head": of_codes(stored, Packing(4, signed), steps)})
     assert np.array_equal(latents.build_checkpoint(latents.copy_results()).tensors["lm_head"].codes(), stored)
     for moved_by, end in ((100.0, high), (-200.0, low)):
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
 
 
 def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
-    latents = with_weights(tiny, "norms", {"final_norm": of_array(np.full(16, 50.0, np.float32))})
+    latents = replace_weights(tiny, "norms", {"final_norm": of_array(np.full(16, 50.0, np.float32))})
     with torch.no_grad():
         latents.values["final_norm"] += 0.01
     assert latents(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)

@@ -29,7 +29,7 @@ def make_values(seed: int = 0) -> dict[str, Any]:
 
 
 def compute_plain_loss(name: str, values: dict[str, Any], cap: float | None, temperature: float) -> Tensor:
-    """The definitions, with every logit at once and torch's own gradient, in F64."""
+    """Compute the loss by its definition, with all logits at once and autograd, in F64."""
     logits = values["states"] @ values["head"].T
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     log_q = torch.log_softmax(logits / temperature, dim=-1)
@@ -84,7 +84,7 @@ def test_value_and_gradient(name: str, cap: float | None, temperature: float, at
 
 
 def test_agreement() -> None:
-    """And a head that is not trained has no gradient."""
+    """A head that is not trained has no gradient."""
     values = make_values(1)
     logits = values["states"] @ values["head"].T
     choices = values["base"].argmax(-1)[values["targets"]]
@@ -97,8 +97,7 @@ def test_agreement() -> None:
         torch.testing.assert_close(compute_in_chunks(name, values, None, 1.0, 200)[1], torch.minimum(p, q).sum(-1))
 
 
-def test_nothing_of_the_rows_size_exists() -> None:
-    """No tensor of logits is larger than asked for, however many rows there are."""
+def test_only_a_chunk_of_logits_exists() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0

@@ -42,7 +42,7 @@ from mtp_extract.tuning.verdict import Comparison
 from mtp_extract.validation.parity import check_transformers
 
 from .conftest import Plans
-from .test_verdict import ANCHORS, measured
+from .test_verdict import ANCHORS, measure
 
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
@@ -64,8 +64,8 @@ def headed(make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactor
     return make(tmp_path_factory.mktemp("headed") / "out")
 
 
-def test_all_but_the_head_is_as_it_was(headed: Outcome, extracted: Path) -> None:
-    """And what is added is a permutation of the tokens, and rows; record and card say what was done."""
+def test_only_the_head_changes(headed: Outcome, extracted: Path) -> None:
+    """The head is a permutation of the tokens, and centroids; record and card describe it."""
     assert headed.directory is not None
     before, after = (load_file(directory / "model.safetensors") for directory in (extracted, headed.directory))
     assert after.keys() - before.keys() == {CENTROIDS, ORDERING}
@@ -98,8 +98,8 @@ def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -
     assert check.passed, check.evidence
 
 
-def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
-    """The dense rows are all there, so another head can be made of them; and what is converted keeps its head."""
+def test_a_head_replaces_another(headed: Outcome, make: Callable[..., Outcome], tmp_path: Path) -> None:
+    """The dense rows are still there, so a head can be made anew; a conversion keeps the head."""
     assert headed.directory is not None
     outcome = make(tmp_path / "other", headed.directory, top_k=32)
     assert outcome.record["kinds"]["as trained on"]["share"] == 1
@@ -114,7 +114,7 @@ def test_a_head_in_place_of_another(headed: Outcome, make: Callable[..., Outcome
     assert again.record["kinds"] == headed.record["kinds"]
 
 
-def test_what_keeps_too_little_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_a_head_that_loses_too_much_is_not_written(make: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = make(tmp_path / "out", top_k=1, steps=1, force=False)
     assert outcome.directory is None and not (tmp_path / "out").exists()
     assert "of the dense head's choices on held-out text" in outcome.refused[0]
@@ -136,7 +136,7 @@ def test_clusters_divide_a_vocabulary() -> None:
     assert 262145 % ordered.choose_cluster_count(262145) == 0
 
 
-def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
+def test_heads_and_states_of_equal_rows_or_zeros() -> None:
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(24, (64,), generator=generator)
     for states in (torch.randn(64, 6, generator=generator), torch.zeros(64, 6)):
@@ -147,7 +147,7 @@ def test_heads_and_states_of_equal_rows_or_of_nothing() -> None:
             assert torch.equal(torch.bincount(find_token_clusters(ordering, 6)), torch.full((6,), 4))
 
 
-def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
+def test_top_k_is_the_least_that_loses_little_on_every_kind() -> None:
     rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
     rank[::1000] = 3
     # All but 0.1 % lie in the first: more than 99.875 %.
@@ -173,8 +173,8 @@ def test_as_few_clusters_as_lose_little_on_every_kind() -> None:
         (1.0, Change(0.0, None, 4), False, ["not decided: 4 texts, at least 5 are needed"]),
     ],
 )
-def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]) -> None:
-    both = [measured(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)]
+def test_refusals_of_a_head(share: float, change: Change, loses: bool, expected: list[str]) -> None:
+    both = [measure(5, torch.ones(5) - lost * loses) for lost in (0.0, 0.5)]
     comparison = msgspec.structs.replace(Comparison.of(*both, torch.ones(5 * ANCHORS, dtype=torch.bool)), change=change)
     comparisons = cast("Any", SimpleNamespace(overall=comparison, workloads={"code": comparison}))
     refusals = list(list_head_refusals({"as trained on": {"share": 1.0}, "noise": {"share": share}}, comparisons))
@@ -187,8 +187,8 @@ def test_the_rule(share: float, change: Change, loses: bool, expected: list[str]
 CLUSTERS, WIDTH = 12, 16
 
 
-def planted(count: int, seed: int) -> HeadSample:
-    """States that mean their cluster by small differences along few axes, beneath what all have in common."""
+def make_sample(count: int, seed: int) -> HeadSample:
+    """Return states whose cluster shows in small differences along few axes, beside a large common part."""
     centres = torch.randn(CLUSTERS, WIDTH, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     cluster = torch.randint(CLUSTERS, (count,), generator=generator)
@@ -198,22 +198,22 @@ def planted(count: int, seed: int) -> HeadSample:
     return HeadSample(states, cluster, cluster)
 
 
-def means_of(training: HeadSample) -> Tensor:
+def compute_means(training: HeadSample) -> Tensor:
     return torch.stack([training.states[training.choices == number].mean(dim=0) for number in range(CLUSTERS)])
 
 
-def test_learned_rows_are_better_than_means() -> None:
-    means = means_of(training := planted(3000, 1))
-    centroids, step = learn_centroids([training], [planted(1500, 2)], means, steps=60, seed=3)
-    states, cluster, _ = planted(3000, 4)
+def test_learned_centroids_are_better_than_means() -> None:
+    means = compute_means(training := make_sample(3000, 1))
+    centroids, step = learn_centroids([training], [make_sample(1500, 2)], means, steps=60, seed=3)
+    states, cluster, _ = make_sample(3000, 4)
     before, after = (float((rank_clusters(states, rows, cluster) < 1).double().mean()) for rows in (means, centroids))
     assert after > before + 0.1 and step > 0
 
 
-def test_what_is_best_on_the_worst_kind_is_kept() -> None:
-    """Rows learned from states with wrong labels fit such states; what is kept serves the right ones too."""
-    training, right = planted(3000, 1), planted(1500, 2)
-    means, wrong = means_of(training), training._replace(choices=(training.choices + 1) % CLUSTERS)
+def test_centroids_are_chosen_by_the_worst_kind() -> None:
+    """Centroids learned from wrong labels fit such states; the chosen ones serve the right labels too."""
+    training, right = make_sample(3000, 1), make_sample(1500, 2)
+    means, wrong = compute_means(training), training._replace(choices=(training.choices + 1) % CLUSTERS)
     alone, step = learn_centroids([wrong], [wrong], means, steps=60, seed=0)
     both, _ = learn_centroids([wrong], [wrong, right], means, steps=60, seed=0)
     of_kinds = (

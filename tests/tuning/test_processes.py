@@ -70,8 +70,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
 }
 
 
-def test_two_are_as_one(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text, the same loss at every step, one result: of a drafter that is tuned, and of a new head."""
+def test_two_processes_give_the_result_of_one(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text, loss at every step and result, for a tuned drafter and for a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = shipped_prompts(FEW)
     monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: few)

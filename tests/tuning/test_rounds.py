@@ -22,15 +22,15 @@ from .conftest import Tiny
 STEPS = 3
 
 
-def every_anchor(tiny: Tiny, texts: list[Text]) -> Batch:
+def build_batch(tiny: Tiny, texts: list[Text]) -> Batch:
     states = compute_states(tiny.base, tiny.drafter.needs, texts)
     most = max(len(text.anchors) for text in texts)
     anchors, real = draw_anchors(texts, most, torch.Generator().manual_seed(0))
     return Batch.of(states, tiny.drafter.needs, anchors, real, torch.device("cpu"))
 
 
-def drafted(tiny: Tiny, convention: Convention) -> Text:
-    """A text that the drafter confirms from every third token on, as a random one never would the base's."""
+def write_by_drafter(tiny: Tiny, convention: Convention) -> Text:
+    """Return a text that the drafter confirms from every third token on; a random one never confirms the base's."""
     tokens = [5, 6]
     for _ in range(5):
         # The one anchor of this text is its last token but one.
@@ -41,16 +41,16 @@ def drafted(tiny: Tiny, convention: Convention) -> Text:
 
 
 @torch.no_grad()
-def logits_of(tiny: Tiny, batch: Batch, convention: Convention) -> Tensor:
+def compute_logits(tiny: Tiny, batch: Batch, convention: Convention) -> Tensor:
     return tiny.drafter.logits(Rounds(tiny.drafter, STEPS)(batch, tiny.base.embed, convention))
 
 
 @pytest.mark.parametrize("convention", [LITERT, TRANSFORMERS])
 def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention) -> None:
-    """Wherever a step counts: after drafts that were the text's."""
-    texts = [*tiny.texts, drafted(tiny, convention)]
-    batch = every_anchor(tiny, texts)
-    drafts = logits_of(tiny, batch, convention).argmax(-1)
+    """At every step that counts, which means after drafts that were the text's tokens."""
+    texts = [*tiny.texts, write_by_drafter(tiny, convention)]
+    batch = build_batch(tiny, texts)
+    drafts = compute_logits(tiny, batch, convention).argmax(-1)
     forced = teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), texts, STEPS)
     compared = 0
     for row, at in batch.real.nonzero().tolist():
@@ -63,7 +63,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     assert compared >= batch.real.sum() + 2 * 5
     # The base's choices are the tokens of its own greedy text.
     texts = list(tiny.texts)
-    batch, forced = every_anchor(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
+    batch, forced = build_batch(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
     where, counts = find_target_positions(batch, STEPS), mark_counted_drafts(batch, STEPS, greedy=True)
     choices = batch.choices.flatten()[where]
     following = batch.base_output.tokens.flatten()[(where + 1).clamp(max=batch.base_output.tokens.numel() - 1)]
@@ -71,10 +71,10 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     assert counts.sum(dim=0)[batch.real].tolist() == (forced.targets >= 0).sum(dim=1).tolist()
 
 
-def test_text_by_people_counts_while_the_base_agrees(tiny: Tiny) -> None:
+def test_human_text_counts_while_the_base_agrees(tiny: Tiny) -> None:
     tokens = list(tiny.texts[0].tokens)
     tokens[10] = (tokens[10] + 1) % 40
-    batch = every_anchor(tiny, [Text(tuple(tokens), 3)])
+    batch = build_batch(tiny, [Text(tuple(tokens), 3)])
     greedy, sampled = (mark_counted_drafts(batch, STEPS, greedy=flag)[:, 0] for flag in (True, False))
     at = {int(anchor): index for index, anchor in enumerate(batch.anchors[0])}
     # From 8: after 9 comes what the base would not have said, and the round has ended.

@@ -25,11 +25,11 @@ from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.run import run_tuning
 from mtp_extract.tuning.work import lock_folder
 
-from .conftest import Plans, on_sides, write_rows
+from .conftest import Plans, choose_sources, write_rows
 
 
 def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
-    """Matrices and codes as they were; record and card say what was done; the same seed gives the same bytes."""
+    """Matrices and codes are unchanged; record and card describe the tuning; the same seed gives the same bytes."""
     first_plan = plan(tmp_path / "tuned", learning_rate=0.05)
     outcome = run_tuning(first_plan)
     assert outcome.directory == tmp_path / "tuned"
@@ -56,10 +56,10 @@ def test_norms(plan: Plans, extracted: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "status"), [(Interrupted(signal.SIGINT), 130), (MtpExtractError("no."), 1)])
-def test_the_place_of_what_was_written_until_then_is_told(
+def test_an_interrupted_run_names_its_work_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
 ) -> None:
-    """After Ctrl-C and after a fault; not where there is nothing yet, or nothing of this run."""
+    """After Ctrl-C and after an error, but only if this run has written there."""
 
     def run_until_then(plan: TuningPlan, *tell: object) -> None:
         if plan.mode == "qat" and not plan.kept_in.exists():
@@ -75,14 +75,14 @@ def test_the_place_of_what_was_written_until_then_is_told(
     assert something.stdout == f"Text and state so far are in {tmp_path}/new.work/: the same command goes on there.\n"
 
 
-def test_what_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
+def test_a_result_that_is_not_better_is_not_written(plan: Plans, tmp_path: Path) -> None:
     outcome = run_tuning(plan(tmp_path / "tuned", learning_rate=1e-12, force=False))
     assert outcome.directory is None and not (tmp_path / "tuned").exists()
     assert outcome.refused[0].startswith("it is not shown to take fewer rounds on held-out text (")
     assert ": ratio 1.000, 1.000 to 1.000 at 95 %; " in outcome.refused[0]
 
 
-def test_a_stop_leaves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
+def test_a_stop_saves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
     steps = iter(range(100))
     outcome = run_tuning(plan(tmp_path / "tuned", steps=9), Recorder(stop=lambda: next(steps) == 3))
     assert outcome.record["interrupted"] and outcome.record["steps_done"] == 4
@@ -92,8 +92,8 @@ def test_a_stop_leaves_the_best_so_far(plan: Plans, tmp_path: Path) -> None:
     assert complete.record["steps_done"] > 4 and not complete.record["interrupted"]
 
 
-def test_the_first_ctrl_c_is_a_question() -> None:
-    """Before the first step it is as everywhere; after it, once asks and twice is as everywhere."""
+def test_the_first_ctrl_c_asks_to_stop() -> None:
+    """Before the first step it interrupts at once; after it, the second one does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), _TuningReporter():
@@ -128,8 +128,8 @@ def test_refused_before_any_work(plan: Plans, tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
-def test_only_the_first_process_checks_where_it_writes(plan: Plans, tmp_path: Path, monkeypatch: Any) -> None:
-    """A check holds the place for as long as it takes: a second process that came meanwhile was refused."""
+def test_only_the_first_process_checks_the_target(plan: Plans, tmp_path: Path, monkeypatch: Any) -> None:
+    """The check locks the target, so that a second process at the same time would be refused."""
     with staged(tmp_path / "out", overwrite=False, listed=lambda path: []):
         monkeypatch.setenv("RANK", "1")
         plan(tmp_path / "out").check()
@@ -138,22 +138,21 @@ def test_only_the_first_process_checks_where_it_writes(plan: Plans, tmp_path: Pa
             plan(tmp_path / "out").check()
 
 
-def test_every_process_has_a_text_and_an_ordered_head_one(plan: Plans, tmp_path: Path, monkeypatch: Any) -> None:
+def test_processes_are_limited_by_batch_and_mode(plan: Plans, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("WORLD_SIZE", "5")
     for changes, message in ({}, "batch of at least 5"), ({"batch": 8, "mode": "ordered"}, "one process to make"):
         with pytest.raises(MtpExtractError, match=message):
             plan(tmp_path / "out", **changes).check()
 
 
-def test_sides_are_of_sources() -> None:
-    """A source is on one side, wherever it stands; and the shares are about those asked for."""
+def test_a_hash_of_the_source_decides_the_side() -> None:
     sides = [texts.split_of(f"source {number}") for number in range(4000)]
     assert sides.count(texts.WATCHED) / 4000 == pytest.approx(0.08, abs=0.02)
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 
 
 def test_sampled_serving(plan: Plans, tmp_path: Path) -> None:
-    """Tuned for the probability that a draft stands."""
+    """The tuning is for the probability that a draft is accepted."""
     # Text is written in several batches, which differ in length, and asked for side by side.
     outcome = run_tuning(plan(tmp_path / "tuned", work=tmp_path / "work", temperature=1.0, steps=2))
     record = verify(tmp_path / "tuned")
@@ -166,7 +165,7 @@ def test_sampled_serving(plan: Plans, tmp_path: Path) -> None:
     assert len(set(texts_drawn)) > len(texts_drawn) * 0.9
 
 
-def test_damaged_text_is_said(plan: Plans, tmp_path: Path) -> None:
+def test_damaged_text_is_refused(plan: Plans, tmp_path: Path) -> None:
     pair = Pair(plan(tmp_path / "tuned", work=tmp_path / "work"))
     written = gather_texts(pair)
     path = tmp_path / "work/texts.jsonl"
@@ -182,7 +181,7 @@ def test_damaged_text_is_said(plan: Plans, tmp_path: Path) -> None:
         assert sorted(path.read_bytes().splitlines()) == sorted(stored.splitlines())
 
 
-def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) -> None:
+def test_a_work_folder_that_is_a_file_or_in_use(plan: Plans, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     for work in (tmp_path / "file", tmp_path / "work"):
         with (
@@ -194,9 +193,9 @@ def test_a_work_folder_that_cannot_be_or_is_in_use(plan: Plans, tmp_path: Path) 
     assert not (tmp_path / "tuned").exists()
 
 
-def test_text_by_people(plan: Plans, tmp_path: Path) -> None:
-    """It is trained on in windows; intervals count texts, since windows of one are alike."""
-    chosen = on_sides(map("file {}".format, range(1000)), {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5})
+def test_human_text(plan: Plans, tmp_path: Path) -> None:
+    """It is trained on in windows; intervals count texts, since windows of one text are alike."""
+    chosen = choose_sources(map("file {}".format, range(1000)), {texts.TRAINED: 6, texts.WATCHED: 4, texts.HELD_OUT: 5})
     sources = [source for side in chosen for source in side]
     rows = [{"prompt": f"def {source}(self):\n    return self.name\n" * 4, "source": source} for source in sources]
     path = write_rows(tmp_path / "texts.jsonl", rows)

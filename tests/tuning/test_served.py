@@ -29,7 +29,7 @@ Write = Callable[[dict[str, Any]], Written]
 
 @pytest.fixture(scope="module")
 def write(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """What the base of ``plan`` writes; the same request is computed once."""
+    """Return a function that answers like the base of ``plan``, and computes equal requests once."""
     pair = Pair(plan(tmp_path_factory.mktemp("none") / "none"))
     answer = writer(SpeculativeGenerator(pair.base, pair.drafter, pair.loaded.tokenizer))
     answers: dict[str, Written] = {}
@@ -48,13 +48,13 @@ def served(write: Write) -> Iterator[ModelServer]:
         yield server
 
 
-def of_server(plan: Plans, out: Path, server: ModelServer, **changes: Any) -> TuningPlan:
+def plan_with_server(plan: Plans, out: Path, server: ModelServer, **changes: Any) -> TuningPlan:
     return plan(out, work=out.with_name("work"), text_from=server.url, **changes)
 
 
 def test_a_tuning_with_text_of_a_server(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
-    """End to end: the record says who wrote, and how far that is the base; the texts are those the base writes."""
-    outcome = run_tuning(of_server(plan, tmp_path / "tuned", served))
+    """The record names the writer and its agreement with the base; the texts are those the base writes."""
+    outcome = run_tuning(plan_with_server(plan, tmp_path / "tuned", served))
     record = verify(tmp_path / "tuned")
     validator("extraction")(record)
     writer_record = record["tuning"]["text_from"]
@@ -69,7 +69,7 @@ def test_a_tuning_with_text_of_a_server(plan: Plans, served: ModelServer, tmp_pa
     assert len({request["seed"] for _, request in served.asked if request["temperature"]}) > 1
 
 
-def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_missing_texts(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     class Stopped(BaseException):
         pass
 
@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
             if number >= 8:
                 raise Stopped
 
-    setting = of_server(plan, tmp_path / "tuned", served)
+    setting = plan_with_server(plan, tmp_path / "tuned", served)
     with pytest.raises(Stopped):
         gather_texts(Pair(setting), Stopping())
     file = setting.work / "texts.jsonl"
@@ -95,11 +95,9 @@ def test_a_run_goes_on_with_what_is_missing(plan: Plans, served: ModelServer, tm
     assert (served.asked, again) == ([], first)
 
 
-def test_tokens_are_those_of_the_text_where_they_are_not_told(
-    plan: Plans, served: ModelServer, write: Write, tmp_path: Path
-) -> None:
+def test_text_without_token_ids_is_encoded(plan: Plans, served: ModelServer, write: Write, tmp_path: Path) -> None:
     served.write = lambda request: replace(write(request), ids=None)
-    pair = Pair(of_server(plan, tmp_path / "tuned", served))
+    pair = Pair(plan_with_server(plan, tmp_path / "tuned", served))
     for text in gather_texts(pair).kinds[0]:
         assert pair.codec.continued(pair.codec.decode(text.continuation) or "") == text.continuation
 
@@ -108,8 +106,8 @@ def test_tokens_are_those_of_the_text_where_they_are_not_told(
 def test_another_base_is_noticed_before_training(
     plan: Plans, served: ModelServer, write: Write, tmp_path: Path, temperature: float
 ) -> None:
-    """One whose every third token is another. Where text is sampled, its greedy text tells."""
-    setting = of_server(plan, tmp_path / "tuned", served, temperature=temperature)
+    """Every third token of its text is another; with sampled text, its greedy text shows that."""
+    setting = plan_with_server(plan, tmp_path / "tuned", served, temperature=temperature)
     text_from = gather_texts(Pair(setting)).text_from
     assert text_from is not None and text_from["agreement"] == 1
 
@@ -126,7 +124,7 @@ def test_another_base_is_noticed_before_training(
     assert caught.value.remedies == ("base",)
 
 
-def test_thoughts_without_tokens_are_no_text(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
+def test_thoughts_without_token_ids_are_dropped(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     def thinking(handler: Any) -> None:
         choices = {"delta": {"reasoning": "hm"}}, {"delta": {"content": "yes"}, "finish_reason": "stop"}
         data = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices)
@@ -134,13 +132,13 @@ def test_thoughts_without_tokens_are_no_text(plan: Plans, served: ModelServer, t
 
     served.overrides["/v1/completions"] = thinking
     with pytest.raises(MtpExtractError, match=r"expected (at least . )?texts of more than 3 tokens"):
-        gather_texts(Pair(of_server(plan, tmp_path / "tuned", served)))
+        gather_texts(Pair(plan_with_server(plan, tmp_path / "tuned", served)))
     stored = list(map(json.loads, (tmp_path / "work" / "texts.jsonl").read_text().splitlines()))
     assert stored and not any(tokens for row in stored for tokens in row["tokens"])
 
 
-def test_what_a_server_wants_is_named_as_the_setting_has_it(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
+def test_errors_name_the_arguments_of_the_plan(plan: Plans, served: ModelServer, tmp_path: Path) -> None:
     served.key = "sesame"
     with pytest.raises(ServerError, match="found 401 Unauthorized") as caught:
-        gather_texts(Pair(of_server(plan, tmp_path / "tuned", served)))
+        gather_texts(Pair(plan_with_server(plan, tmp_path / "tuned", served)))
     assert caught.value.remedies == ("text_key",)

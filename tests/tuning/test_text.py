@@ -22,7 +22,7 @@ from mtp_extract.tuning.pair import Pair
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.text import Writer, encode_human_texts
 
-from .conftest import Plans, on_sides, write_rows
+from .conftest import Plans, choose_sources, write_rows
 
 ANSWER = "It is the light that comes from all sides, scattered by the air.\n"
 
@@ -32,50 +32,50 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(first_base())
 
 
-def writing(tokenizer: Any, *, chat: bool = True, length: int = 100) -> Writer:
+def make_writer(tokenizer: Any, *, chat: bool = True, length: int = 100) -> Writer:
     pair: Any = SimpleNamespace(
         codec=Codec(tokenizer, len(tokenizer)), plan=TuningPlan(Path("drafter"), "base", chat_template=chat)
     )
     return Writer(pair, 0.0, length)
 
 
-def chat(tokenizer: Any, *messages: dict[str, str]) -> tuple[int, ...]:
+def encode_chat(tokenizer: Any, *messages: dict[str, str]) -> tuple[int, ...]:
     text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_drafts_aim_at_an_answer(tokenizer: Any) -> None:
-    """After the prompt, as the base is asked it: by the chat template, or as it is."""
+def test_an_answer_is_the_target(tokenizer: Any) -> None:
+    """It follows the prompt, with the chat template or without."""
     user, system = {"role": "user", "content": "Why?"}, {"role": "system", "content": "Be brief."}
     answer = tuple(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
     short, long = Prompt("w", "Why?", completion=ANSWER), Prompt("w", (system, user), completion=ANSWER)
     plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
     for item, chatting, given in (
-        (short, True, chat(tokenizer, user)),
-        (long, True, chat(tokenizer, system, user)),
+        (short, True, encode_chat(tokenizer, user)),
+        (long, True, encode_chat(tokenizer, system, user)),
         (short, False, plain),
     ):
-        assert encode_human_texts(item, writing(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
-    assert encode_human_texts(Prompt("w", "Why?"), writing(tokenizer)) == [Text(plain, 1)]
+        assert encode_human_texts(item, make_writer(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
+    assert encode_human_texts(Prompt("w", "Why?"), make_writer(tokenizer)) == [Text(plain, 1)]
     with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why"):
-        encode_human_texts(Prompt("w", (user,)), writing(tokenizer))
+        encode_human_texts(Prompt("w", (user,)), make_writer(tokenizer))
 
 
-def test_a_text_by_people_is_aimed_at_in_windows_and_an_answer_once(tokenizer: Any) -> None:
+def test_human_text_is_cut_into_windows_and_an_answer_is_not(tokenizer: Any) -> None:
     text, answered = Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)
-    short = writing(tokenizer, length=5)
-    assert encode_human_texts(answered, short) == encode_human_texts(answered, writing(tokenizer))
-    (whole,), windows = encode_human_texts(text, writing(tokenizer)), encode_human_texts(text, short)
+    short = make_writer(tokenizer, length=5)
+    assert encode_human_texts(answered, short) == encode_human_texts(answered, make_writer(tokenizer))
+    (whole,), windows = encode_human_texts(text, make_writer(tokenizer)), encode_human_texts(text, short)
     assert len(windows) > 3 and {len(window.continuation) for window in windows[:-1]} == {5}
     assert [token for window in windows for token in window.continuation] == list(whole.continuation)
     assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
 
 
-def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path) -> None:
-    """Nor watched, nor trained on twice: texts that end alike are one, on whichever side they are."""
+def test_repeated_texts_are_dropped(plan: Plans, tmp_path: Path) -> None:
+    """Texts that end alike are repeats, on whichever side they are."""
     tail = "".join(f"    self.item_{number} = {number}\n" for number in range(8))
     rows = []
-    for sources in on_sides(map("file {}".format, range(1000)), {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}):
+    for sources in choose_sources(map("file {}".format, range(1000)), {TRAINED: 7, WATCHED: 8, HELD_OUT: 9}):
         for number, source in enumerate(sources):
             # The first two of each side end alike, and the next two.
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
@@ -88,10 +88,8 @@ def test_what_repeats_a_trained_text_is_not_held_out(plan: Plans, tmp_path: Path
     assert len(set(tails)) == len(tails)
 
 
-def test_what_is_learned_beside_the_served_text_is_not_held_out(
-    plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A held-out text may end like what was drawn, or written from within that: training has seen it then."""
+def test_held_out_text_repeats_no_other_kind(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-out text may end like sampled text, or like text written from within that."""
     pair = Pair(plan(tmp_path / "tuned"))
     once = gather_texts(pair)
     monkeypatch.setattr(corpus, "_write_further_kinds", lambda *of: [[once.held_out[0][1]]])
@@ -100,7 +98,7 @@ def test_what_is_learned_beside_the_served_text_is_not_held_out(
 
 
 def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
-    """Served greedily: its own text, drawn text from its beginning on, and greedy text from within the drawn."""
+    """Greedy serving has greedy text, sampled text, and greedy text from within the sampled one."""
     made = gather_texts(Pair(plan(tmp_path / "tuned")))
     served, drawn, branches = made.kinds
     assert made.trained == (*served, *drawn, *branches)
@@ -115,8 +113,8 @@ def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
     assert len(sampled.kinds) == 2 and {text.prompt_length for text in sampled.kinds[1]} == {1}
 
 
-def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
-    """Half by each: a drafter that is perfect on what it learned and useless elsewhere is in the middle."""
+def test_half_of_the_score_is_where_training_has_seen_nothing() -> None:
+    """A drafter that is perfect on trained text and useless elsewhere has the middle score."""
     other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
     found, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
@@ -127,7 +125,7 @@ def test_the_best_is_chosen_where_training_has_seen_nothing_too() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])
-def test_it_is_the_eight_tokens_around_the_drafts(steps: int) -> None:
+def test_eight_tokens_decide_what_was_trained_on(steps: int) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def drawn(length: int) -> Text:

@@ -29,7 +29,7 @@ from .conftest import Tiny
 
 
 def assert_same(one: tuple[Latents, TrainingProgress], other: tuple[Latents, TrainingProgress]) -> None:
-    """Where they ended, what was best, and every number on the way."""
+    """Compare final latents, best weights, and all figures of the history."""
     (latents, trained), (others, again) = one, other
     assert trained.results.keys() == again.results.keys()
     for key, value in trained.results.items():
@@ -39,9 +39,7 @@ def assert_same(one: tuple[Latents, TrainingProgress], other: tuple[Latents, Tra
 
 
 @pytest.mark.parametrize(("mode", "changes"), [("qat", {}), ("norms", {"temperature": 1.0, "objective": "tv"})])
-def test_it_goes_on_as_if_nothing_had_happened(
-    tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]
-) -> None:
+def test_a_resumed_training_is_the_same(tiny: Tiny, tmp_path: Path, mode: str, changes: dict[str, object]) -> None:
     class CutOff(BaseException):
         pass
 
@@ -67,7 +65,7 @@ def test_it_goes_on_as_if_nothing_had_happened(
     assert_same(whole, (whole[0], tiny.train(tmp_path / "part", mode, **changes)[1]))
 
 
-def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
+def test_another_plan_starts_anew(tiny: Tiny, tmp_path: Path) -> None:
     calls = iter(range(100))
     tiny.train(tmp_path / "work", steps=4, stop=lambda: next(calls) == 1)
     progress = tiny.train(tmp_path / "work", steps=4, learning_rate=1e-3)
@@ -75,7 +73,7 @@ def test_another_plan_begins_anew(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"", b"no state at all", pickle.dumps(Path("x"), protocol=2), [1, 2], {"done": 1}])
-def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: Any) -> None:
+def test_a_damaged_state_is_refused(tiny: Tiny, tmp_path: Path, damaged: Any) -> None:
     torch.save(damaged, tmp_path / "state.pt")
     if isinstance(damaged, bytes):
         (tmp_path / "state.pt").write_bytes(damaged)
@@ -83,7 +81,7 @@ def test_a_damaged_state_is_said(tiny: Tiny, tmp_path: Path, damaged: Any) -> No
         tiny.train(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(OutputError, match=r"log\.jsonl: expected a place for text and state") as caught:
         tiny.train(tmp_path)
@@ -91,8 +89,7 @@ def test_a_folder_that_cannot_be_written_is_said(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 0.98, 0.999])
-def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: float) -> None:
-    """Is said as such, wherever it happens; the state that was there is whole, and a later one takes its place."""
+def test_a_full_disk_keeps_the_previous_state(tmp_path: Path, share: float) -> None:
     path = tmp_path / "state.pt"
 
     def save() -> None:
@@ -125,7 +122,7 @@ def test_a_disk_that_fills_up_while_the_state_is_written(tmp_path: Path, share: 
     ],
 )
 def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: dict[str, object]) -> None:
-    """A random drafter on a few texts: the loss falls, and drafts on them are right more often."""
+    """The loss of a random drafter on a few texts falls, and its drafts are right more often."""
     _, progress = tiny.train(
         tmp_path, mode, steps=16, batch=5, anchors=12, evaluations=1, learning_rate=rate, **changes
     )
@@ -136,7 +133,7 @@ def test_it_learns(tiny: Tiny, tmp_path: Path, mode: str, rate: float, changes: 
 
 
 def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
-    """By the watched texts; and after some that are no better, it ends."""
+    """The watched texts decide; after evaluations without improvement, training ends."""
     _, progress = tiny.train(tmp_path, steps=19, evaluations=19, learning_rate=3.0)
     watched = {int(e["step"]): float(e["teacher_forced"]) for e in progress.history if "loss" not in e}
     assert watched[progress.step] == max(watched.values())
@@ -145,7 +142,7 @@ def test_the_best_is_kept(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["norms", "qat"])
 def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
-    """Beside a base in BF16 the drafter computes in BF16; what is trained, its moments and what is kept are in F32."""
+    """Beside a BF16 base the drafter computes in BF16; latents, moments and results are F32."""
     half = Tiny(Base(copy.deepcopy(tiny.base.model).bfloat16()), tiny.checkpoint, tiny.drafter, tiny.texts)
     stops = iter([False] * 15 + [True])  # before the last step, as of what is finished no moments are kept
     changes = {"steps": 17, "batch": 5, "anchors": 12, "learning_rate": {"norms": 6e-2, "qat": 1e-2}[mode]}
@@ -164,8 +161,8 @@ def test_in_bf16(tiny: Tiny, tmp_path: Path, mode: str) -> None:
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
-def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    """Text by people that the base never agrees with: later steps have no rows, and every figure is a number."""
+def test_steps_without_rows_have_finite_figures(tiny: Tiny, tmp_path: Path) -> None:
+    """The base never agrees with this text, so later steps have no rows."""
     tokens = tuple((token + 1 + place) % 40 for place, token in enumerate(tiny.texts[0].tokens))
     odd = Tiny(tiny.base, tiny.checkpoint, tiny.drafter, (*[Text(tokens, 3)] * 5, *tiny.texts[5:]))
     _, progress = odd.train(tmp_path, steps=2, evaluations=1)
@@ -177,7 +174,7 @@ def test_a_row_that_counts_for_nothing(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts forwards of the base, of groups of two texts."""
+    """Count forwards of the base, with groups of two texts."""
     monkeypatch.setattr(rounds, "_TOKENS_AT_ONCE", 48)
     counted = Mock(side_effect=compute_states)
     monkeypatch.setattr(rounds, "compute_states", counted)
@@ -185,10 +182,10 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_the_same_wherever_they_are_kept(
+def test_cached_states_are_the_same(
     tiny: Tiny, forwards: Mock, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory, nowhere, or some of them; in whichever order they are asked for."""
+    """All, none or some are cached, and they are requested in any order."""
     base = Base(copy.deepcopy(tiny.base.model).to(dtype))
     needs = BaseRequirements(40, 32, layers=(1, 3), shared_kv=tiny.drafter.needs.shared_kv)
     texts = [*tiny.texts, tiny.texts[0]]
@@ -209,7 +206,7 @@ def test_states_are_the_same_wherever_they_are_kept(
 
 
 def test_a_long_text_is_computed_alone(tiny: Tiny, forwards: Mock) -> None:
-    """So that no other is computed again with it; and never more together than a batch."""
+    """A group has at most a batch of texts."""
     lengths = [4] * 5 + [30] * 2 + [100] * 2
     texts = [Text(tuple(token % 40 for token in range(n, n + length)), 1) for n, length in enumerate(lengths)]
     States(tiny.base, tiny.drafter.needs, texts, 3).look_up(texts)

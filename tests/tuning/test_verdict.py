@@ -23,39 +23,39 @@ from mtp_extract.tuning.verdict import Comparisons
 ANCHORS, K = 30, 2
 
 
-def measured(texts: int, accepted: float | Tensor) -> Acceptance:
-    """Of that many texts, rounds of two drafts of which both stand as often as ``accepted`` says, of all or of each."""
+def measure(texts: int, accepted: float | Tensor) -> Acceptance:
+    """Return rounds of two drafts, both accepted in the share ``accepted``: of all texts, or of each."""
     rates = torch.as_tensor(accepted).expand(texts).repeat_interleave(ANCHORS)
     stands = (torch.arange(texts * ANCHORS) % 10 < 10 * rates).double()
     text = torch.arange(texts).repeat_interleave(ANCHORS)
     return Acceptance.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
 
 
-def text(number: int, words: int = 3 * ANCHORS) -> Text:
-    """One of its own: no eight tokens of it stand in another."""
+def make_text(number: int, words: int = 3 * ANCHORS) -> Text:
+    """Return a text that shares no eight tokens with another."""
     return Text(tuple(number * 1000 + index for index in range(words)), 1)
 
 
-def compared(
+def compare(
     workloads: Sequence[str], own: int, before: Acceptance, after: Acceptance, trained: Sequence[Text] = ()
 ) -> Comparisons:
-    held_out = tuple((Prompt(name, f"text {number}"), text(number)) for number, name in enumerate(workloads))
+    held_out = tuple((Prompt(name, f"text {number}"), make_text(number)) for number, name in enumerate(workloads))
     return Comparisons.of(Corpus((tuple(trained),), (), held_out, own), before, after)
 
 
 def test_few_texts_show_no_gain() -> None:
-    few, many = (compared(("code",) * n, n, measured(n, 0.3), measured(n, 0.8)) for n in (4, 20))
+    few, many = (compare(("code",) * n, n, measure(n, 0.3), measure(n, 0.8)) for n in (4, 20))
     (reason,) = few.list_refusals()
     assert reason.startswith("it is not shown to take fewer rounds on held-out text (")
     assert reason.endswith("teacher-forced +1.000, not decided: 4 texts, at least 5 are needed)")
     assert not list(many.list_refusals())
 
 
-def test_harm_that_could_not_be_seen_is_said() -> None:
-    """On a workload of one text, nothing is shown of it; nor where training has seen every place."""
-    both, trained = (measured(37, 0.3), measured(37, 0.8)), [text(number) for number in range(37)]
+def test_undecided_harm_is_noted() -> None:
+    """Nothing is decided on a workload of one text, nor where training has seen every position."""
+    both, trained = (measure(37, 0.3), measure(37, 0.8)), [make_text(number) for number in range(37)]
     of = (*["code"] * 30, "prose", *["chat (shipped)"] * 6), ("code",) * 37
-    few, enough, known = compared(of[0], 30, *both), compared(of[1], 30, *both), compared(of[1], 37, *both, trained)
+    few, enough, known = compare(of[0], 30, *both), compare(of[1], 30, *both), compare(of[1], 37, *both, trained)
     assert not [*few.list_refusals(), *enough.list_refusals(), *known.list_refusals()]
     assert "too few held-out texts: prose (1)." in "".join(few.describe_undecided()) and not list(
         enough.describe_undecided()
@@ -64,27 +64,27 @@ def test_harm_that_could_not_be_seen_is_said() -> None:
 
 
 def test_harm_on_a_workload_refuses() -> None:
-    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
-    found = compared((*["code"] * 20, *["prose"] * 20), 20, before, after, [text(number) for number in range(40)])
+    before, after = measure(40, 0.5), measure(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compare((*["code"] * 20, *["prose"] * 20), 20, before, after, [make_text(number) for number in range(40)])
     (reason,) = found.list_refusals()
     assert reason.startswith("it is worse on prose (-1.000, -")
 
 
 def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
-    """Only where no round begins."""
+    """Drafts improve only where no round begins."""
     even = (torch.arange(20 * ANCHORS) % 2 == 0)[:, None]
-    both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measured(20, 0.0)
+    both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measure(20, 0.0)
     before = Acceptance.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
     after = Acceptance.over(places.text, places.anchor, both * ~even)
-    found = compared(("code",) * 20, 20, before, after)
+    found = compare(("code",) * 20, 20, before, after)
     assert found.overall.change.interval and found.overall.change.interval.low > 0
     (reason,) = found.list_refusals()
     assert "(300 before, 320 after: ratio 0.938, 0." in reason
 
 
-def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
-    """Half of each text stands in a trained one: there it gains, elsewhere it loses less, and a little is too much."""
-    before, halves = measured(40, 0.5), torch.arange(40 * ANCHORS) % ANCHORS < ANCHORS // 2
+def test_a_gain_on_trained_sequences_alone_refuses() -> None:
+    """Half of each text stands in a trained one: there it gains, and elsewhere it loses a little too much."""
+    before, halves = measure(40, 0.5), torch.arange(40 * ANCHORS) % ANCHORS < ANCHORS // 2
     stands = before.stands.clone()
     stands[halves] = 1
     lost = torch.arange(40 * ANCHORS) % ANCHORS == ANCHORS - 6
@@ -92,19 +92,19 @@ def test_what_is_gained_on_what_was_seen_alone_refuses() -> None:
     stands[lost] = 0
     after = Acceptance.over(before.text, before.anchor, stands)
     # Sequences of eight that end at most at an anchor in the first half, and two drafts.
-    trained = [Text(text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
-    found = compared(("code",) * 40, 40, before, after, trained)
+    trained = [Text(make_text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
+    found = compare(("code",) * 40, 40, before, after, trained)
     assert found.unseen and found.unseen.anchors == 20 * ANCHORS
     assert found.unseen.change.interval and found.unseen.change.interval.high < 0
     (reason,) = found.list_refusals()
     assert reason.startswith("it may lose more than 0.05 teacher-forced tokens per round where drafts continue what no")
-    assert not list(compared(("code",) * 40, 40, before, after, [text(n) for n in range(40)]).list_refusals())
+    assert not list(compare(("code",) * 40, 40, before, after, [make_text(n) for n in range(40)]).list_refusals())
 
 
 def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounds first; within 100 columns, whatever workloads and prompts are called."""
-    before, after = measured(40, 0.5), measured(40, torch.tensor([0.9] * 20 + [0.0] * 20))
-    found = compared((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
+    """Rounds come first; lines have at most 100 columns with any names."""
+    before, after = measure(40, 0.5), measure(40, torch.tensor([0.9] * 20 + [0.0] * 20))
+    found = compare((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
     _show_comparisons(found, TuningPlan(Path("drafter"), "base"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
@@ -116,8 +116,8 @@ def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_tuning_in_which_nothing_changed_says_so_without_a_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    same = compared(("code",) * 20, 20, measured(20, 0.5), measured(20, 0.5))
-    corpus = Corpus(((text(0),),), (), (), 0)
+    same = compare(("code",) * 20, 20, measure(20, 0.5), measure(20, 0.5))
+    corpus = Corpus(((make_text(0),),), (), (), 0)
     record = {"best_step": 0, "steps_done": 40, "numbers": 8, "interrupted": False}
     refused = tuple(same.list_refusals())
     outcome = Outcome(None, refused, same, corpus, record, ("of the base",))
