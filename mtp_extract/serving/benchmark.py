@@ -67,8 +67,6 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
 
 @dataclass(frozen=True)
 class _Run:
-    """A running benchmark."""
-
     plan: BenchPlan
     prompts: Sequence[Prompt]
     questions: Sequence[Mapping[str, Any]]  # the request for each prompt
@@ -101,7 +99,6 @@ class _Run:
                 raise ServerError(windows[-1].failures[-1].reason)
 
     def _ask_window(self, server: Server, part: Sequence[int]) -> Window:
-        """Send the prompts whose numbers are in ``part`` to ``server``."""
         before = server.counters()
         started = time.perf_counter()
         results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)

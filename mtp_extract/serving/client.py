@@ -164,8 +164,6 @@ def _build_answer(events: Iterable[tuple[float, bytes]], sent: float, max_tokens
 
 @dataclass
 class _PartialAnswer:
-    """The part of an answer that has arrived."""
-
     texts: list[str] = field(default_factory=list)  # of the events that have text
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[Count, ...] | None = None

@@ -115,7 +115,6 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
 def _measure_shares_kept(
     pair: Pair, drafter: Network, head: LearnedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
 ) -> dict[str, Any]:
-    """Measure the share of the dense head's choices in the best ``top_k`` clusters, by kind of held-out text."""
     texts = [text for _, text in corpus.held_out]
     units = number_units(corpus)
     kinds = {

@@ -110,7 +110,6 @@ def _make_and_compare(pair: Pair, corpus: Corpus, reporter: Reporter) -> tuple[C
 
 
 def _describe_agreement(corpus: Corpus) -> Iterator[str]:
-    """Yield a note on how often the base chooses the tokens that another writer wrote."""
     if writer := corpus.text_from:
         texts = f"{writer['positions']} tokens of {writer['texts']} texts that {escape(writer['kind'])} wrote"
         yield f"The base at hand would have written {writer['agreement']:.1%} of {texts}."
