@@ -68,7 +68,7 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "unsaid"),
+    ("changes", "expected", "unexpected"),
     [
         (
             {"source": IDENTIFIED},
@@ -147,10 +147,10 @@ COMMIT = f"hf://litert-community/gemma-4-E4B-it-litert-lm@{'c' * 40}/gemma-4-E4B
         ({"known_as": None, "source": UNKNOWN, "geometry": {"base": 1}}, (), ("base_model:",)),
     ],
 )
-def test_statements_by_record(changes: dict[str, Any], said: Sequence[str], unsaid: Sequence[str]) -> None:
+def test_statements_by_record(changes: dict[str, Any], expected: Sequence[str], unexpected: Sequence[str]) -> None:
     text = render_card(**changes)
-    assert [part for part in said if part not in text] == []
-    assert [part for part in unsaid if part in text] == []
+    assert [part for part in expected if part not in text] == []
+    assert [part for part in unexpected if part in text] == []
 
 
 @pytest.mark.parametrize("layout", FORMATS)
@@ -164,8 +164,8 @@ def test_each_format_is_for_its_own_engines(layout: str) -> None:
         "mlx-vlm": "mlx_vlm generate",
         "llama.cpp": "-md DRAFTER/mtp-x-Q4_0.gguf",
     }
-    found = {engine for engine, mark in marks.items() if mark in text}
-    assert found == set(engines_for(layout)) - {"tensorrt-llm", "ollama"}
+    engines = {engine for engine, mark in marks.items() if mark in text}
+    assert engines == set(engines_for(layout)) - {"tensorrt-llm", "ollama"}
     assert ModelCard(text).data.to_dict().get("library_name", "") == FORMATS[layout].library
 
 
@@ -191,7 +191,7 @@ def test_hostile_names_stay_names(name: str) -> None:
     data = ModelCard(text).data
     assert data.license == "other" and "base_model" not in data.to_dict()
     assert sum(line == "---" for line in text.splitlines()) == 2
-    titles = [[line for line in one.splitlines() if line.startswith("#")] for one in (text, plain)]
+    titles = [[line for line in card.splitlines() if line.startswith("#")] for card in (text, plain)]
     assert titles[0] == titles[1]
     assert "\x1b" not in text and "\u202e" not in text
 

@@ -19,12 +19,12 @@ RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "
 
 def render(markdown: str, tag: str) -> tuple[list[str], set[str]]:
     """Return the texts in the elements of this tag as a renderer shows them, and all tags."""
-    found = Page(RENDER(markdown))
+    page = Page(RENDER(markdown))
     texts: dict[tuple[str, ...], str] = {}
-    for around, text in found.texts:
+    for around, text in page.texts:
         if tag in around:
             texts[around] = texts.get(around, "") + text
-    return [text.strip("\n") for text in texts.values()], {name for name, _ in found.elements}
+    return [text.strip("\n") for text in texts.values()], {name for name, _ in page.elements}
 
 
 def check_escaped(text: str) -> None:
@@ -52,8 +52,8 @@ def test_any_text_is_shown_as_text(text: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE[:12])
 def test_a_card_of_such_names(name: str) -> None:
     step = {"layout": "x", "dtype": "x", "rounded": ["x"], "rule": "x"}
-    made = {"tuning": tuning("x"), "ordered_head": ordered_head("x"), "converted_from": [step]}
-    sound = {**RECORD, **made, "geometry": {"base": "x"}, "proof": ["x"], "rule": "x", "layout": "litert"}
+    steps = {"tuning": tuning("x"), "ordered_head": ordered_head("x"), "converted_from": [step]}
+    sound = {**RECORD, **steps, "geometry": {"base": "x"}, "proof": ["x"], "rule": "x", "layout": "litert"}
     source = {**rename_all(sound["source"], name), "provenance": {"url": name, name: name, "repository": name}}
     tags = []
     for record, word in ((sound, "x"), ({**rename_all(sound, name), "source": source, "layout": "litert"}, name)):

@@ -31,9 +31,9 @@ WIDTHS = (390, 768, 1280)
 def make_page(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
     """Return the page of a report with ``changes``, and changes of its drafter and of its only chain."""
     report = copy.deepcopy(REPORT)
-    (found,) = report["drafters"]
-    found.update(drafts)
-    found["worth"]["3"].update(chain)
+    (drafter,) = report["drafters"]
+    drafter.update(drafts)
+    drafter["worth"]["3"].update(chain)
     return page_of(msgspec.convert({**report, **changes}, Validation))
 
 
@@ -95,9 +95,9 @@ def test_it_holds_every_table() -> None:
         assert all(len(row) == len(table.columns) for row in table.rows)
         for row in (table.columns, *table.rows):
             for cell in filter(None, map(str, row)):
-                found = next(cells)
-                while found.replace(" ", "") != escape_invisible(cell).replace(" ", ""):
-                    found += next(cells)
+                text = next(cells)
+                while text.replace(" ", "") != escape_invisible(cell).replace(" ", ""):
+                    text += next(cells)
     drawn = ["What drafting is worth", "Acceptance by draft step", "Acceptance by workload", "Controls"]
     assert [image["alt"] for image in web.named("img")] == drawn
 
@@ -172,12 +172,12 @@ def measure_overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[i
         text=True,
         check=True,
     )
-    found: dict[str, list[int]] = {}
+    overflows: dict[str, list[int]] = {}
     attribute = re.search(r'data-found="([^"]*)"', done.stdout)
     assert attribute, done.stderr
     for name, beyond in json.loads(attribute[1].replace("&quot;", '"')):
-        found.setdefault(name, []).append(beyond)
-    return found
+        overflows.setdefault(name, []).append(beyond)
+    return overflows
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -24,8 +24,8 @@ RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
-    (found,) = server.ask([question(prompt, most, chat, **more)])
-    return found
+    (answer,) = server.ask([question(prompt, most, chat, **more)])
+    return answer
 
 
 def encode_events(*events: Any) -> bytes:
@@ -34,9 +34,9 @@ def encode_events(*events: Any) -> bytes:
     return b"".join(b"data: " + data + b"\n\n" for data in datas)
 
 
-def read_pieces(*pieces: tuple[float, bytes], asked: int = 9) -> Answer:
+def read_pieces(*pieces: tuple[float, bytes], limit: int = 9) -> Answer:
     """Read the answer from ``pieces``, which arrive at these seconds."""
-    return read_answer((piece for _, piece in pieces), 10.0, asked, iter([at for at, _ in pieces]).__next__)
+    return read_answer((piece for _, piece in pieces), 10.0, limit, iter([at for at, _ in pieces]).__next__)
 
 
 Connect = Callable[..., Server]
@@ -58,12 +58,12 @@ def vllm() -> Iterator[ModelServer]:
 @pytest.mark.parametrize("kind", sorted(MANNERS))
 def test_each_kind_is_recognized_and_answers(connect: Connect, kind: str) -> None:
     with model_server(kind) as server:
-        found, tokens, counted = connect(server.url + "/v1/"), words_of(PROMPT, 6), account(6)
-        assert (found.kind.name, found.model, found.name) == (kind, MODEL, server.url)
-        answer = ask(found, most=6, chat=True, temperature=0)
-    path, asked = server.asked[-1]
-    assert (path, asked["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
-    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == (MODEL, 6, 0)
+        connection, tokens, counted = connect(server.url + "/v1/"), words_of(PROMPT, 6), account(6)
+        assert (connection.kind.name, connection.model, connection.name) == (kind, MODEL, server.url)
+        answer = ask(connection, most=6, chat=True, temperature=0)
+    path, request = server.asked[-1]
+    assert (path, request["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": PROMPT}])
+    assert (request["model"], request["max_tokens"], request["temperature"]) == (MODEL, 6, 0)
     assert answer.text == "".join(tokens)
     assert (answer.tokens, answer.prompt_tokens) == ((None, None) if kind == "unknown" else (6, 5))
     assert answer.first_s is not None and answer.first_s > 0
@@ -108,7 +108,7 @@ def test_times_are_those_of_arrival() -> None:
     """A piece may end anywhere, and all its events arrive at one time."""
     data = encode_events(TEXT, TEXT, {"choices": [{"text": "b"}]}, FINISHED | make_usage(4))
     second, third = (data.index(b"data", at) + 9 for at in (1, data.index(b'"b"')))
-    answer = read_pieces((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), asked=5)
+    answer = read_pieces((11.0, data[:second]), (11.5, data[second:third]), (13.0, data[third:]), limit=5)
     assert (answer.text, answer.tokens) == ("aab", 4)
     assert (answer.first_s, answer.seconds) == (1.0, 2.0)
     # Text that comes at once has no speed: a proxy keeps it until it ends, and sends the end after it.
@@ -142,7 +142,7 @@ def test_thoughts_that_are_not_streamed_are_no_part_of_the_text(
     usage: dict[str, Any], first: int | None, timed: int | None
 ) -> None:
     """Ten tokens in four seconds follow a hundred that were not sent."""
-    answer = read_pieces(*make_pieces(2, 2, 2, 2, 2, thoughts=100, **usage), asked=200)
+    answer = read_pieces(*make_pieces(2, 2, 2, 2, 2, thoughts=100, **usage), limit=200)
     assert (answer.tokens, answer.seconds, answer.unstreamed) == (110, 4.0, True)
     assert (answer.first_tokens, answer.timed_tokens) == (first, timed)
 
@@ -182,8 +182,8 @@ def test_a_line_in_single_bytes_takes_linear_time() -> None:
 
 
 def test_token_ids_must_be_complete() -> None:
-    def ids(*given: Any) -> tuple[int, ...] | None:
-        events = ({"choices": [{"text": "a", "token_ids": some}]} for some in given)
+    def ids(*ids_of_events: Any) -> tuple[int, ...] | None:
+        events = ({"choices": [{"text": "a", "token_ids": token_ids}]} for token_ids in ids_of_events)
         return read_pieces((11.0, encode_events(*events, make_usage(3) | FINISHED))).token_ids
 
     assert ids([5], [7, 0]) == (5, 7, 0)
@@ -210,10 +210,10 @@ LINES = (
 
 def test_lines_of_a_page_and_their_differences() -> None:
     assert parse_page_counters("\n".join(LINES)) == Counters(requests=3, tokens=500)
-    found = parse_page_counters("\n".join((f"{ACCEPTED}_total 7", *POSITIONS)))
-    assert found == Counters(accepted=7, positions=(4, 0, 3))
-    assert found - Counters(accepted=2, positions=(2,)) == Counters(accepted=5, positions=(2, 0, 3))
-    assert found - Counters(accepted=2) == Counters(accepted=5)
+    counters = parse_page_counters("\n".join((f"{ACCEPTED}_total 7", *POSITIONS)))
+    assert counters == Counters(accepted=7, positions=(4, 0, 3))
+    assert counters - Counters(accepted=2, positions=(2,)) == Counters(accepted=5, positions=(2, 0, 3))
+    assert counters - Counters(accepted=2) == Counters(accepted=5)
 
 
 def test_the_model_is_chosen(connect: Connect) -> None:
@@ -238,7 +238,7 @@ def test_the_key_is_sent_and_shown_to_nobody(
     vllm.key = KEY
     monkeypatch.setenv("SOME_KEY", f" {KEY}\n")
     assert ask(connect(vllm.url, key=read_key("SOME_KEY"))).tokens == 3
-    assert {given for _, given in vllm.seen} == {f"Bearer {KEY}"}
+    assert {header for _, header in vllm.seen} == {f"Bearer {KEY}"}
     with pytest.raises(ServerError, match="expected /v1/models, found 401 Unauthorized") as caught:
         connect(vllm.url, key=KEY + "x")
     assert KEY not in str(caught.value)
@@ -393,9 +393,9 @@ def test_events_of_other_forms(connect: Connect, vllm: ModelServer, event: dict[
 def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
     """The page is missing, of another program, endless, or its values are not counts."""
     server = connect(vllm.url)
-    other = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
+    other_page = b"}" * 100_000 + b"\n\x00\xff\nvllm: 5\nvllm:other 7\n" + b"a{" * 100_000
     values = (b"NaN", b"-1", b"1e400", b"1.5", b"1_0", "١".encode(), b"\xff\x1b[31m")
-    pages = [body(page, "a/b") for page in (other, *(b"vllm:request_success_total " + value for value in values))]
+    pages = [body(page, "a/b") for page in (other_page, *(b"vllm:request_success_total " + value for value in values))]
     for answer in (status(501), *pages, send_endlessly(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
         assert server.counters() == Counters()
@@ -446,51 +446,51 @@ def test_an_answer_that_takes_too_long(
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "given", "told", "text"),
+    ("name", "tokens", "prompt_tokens", "counters", "text"),
     [
         ("chat_stream", 12, 25, Counters(rounds=8, drafted=24, accepted=5), "1 Foro(Coro):"),
         ("completions_stream", 24, 13, Counters(rounds=13, drafted=39, accepted=11), "\n        return Not "),
     ],
 )
-def test_answers_of_a_real_vllm(name: str, tokens: int, given: int, told: Counters, text: str) -> None:
+def test_answers_of_a_real_vllm(name: str, tokens: int, prompt_tokens: int, counters: Counters, text: str) -> None:
     """Recorded from vLLM 0.32.0 on a CPU, and read in pieces of any size."""
     data = (RECORDED / f"{name}.txt").read_bytes().partition(b"\r\n\r\n")[2]
     for size in (1, 100, len(data)):
         pieces = [(11.0 + number, data[at : at + size]) for number, at in enumerate(range(0, len(data), size))]
-        answer = read_pieces(*pieces, asked=24)
-        assert (answer.tokens, answer.counted) == (tokens, told)
+        answer = read_pieces(*pieces, limit=24)
+        assert (answer.tokens, answer.counted) == (tokens, counters)
         assert answer.text.startswith(text) and len(answer.token_ids or ()) == tokens
-        assert answer.prompt_tokens == len(answer.prompt_ids or ()) == given
+        assert answer.prompt_tokens == len(answer.prompt_ids or ()) == prompt_tokens
 
 
 def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelServer) -> None:
     """The server answers none of them before all have arrived."""
-    waiting, own = threading.Barrier(64), vllm.answer
-    vllm.answer = lambda prompt, most: (waiting.wait(HANG), own(prompt, most))[1]
-    found = connect(vllm.url).ask([question("x" * number, 3) for number in range(64)], 64)
-    assert [answer.text for answer in found] == ["".join(words_of("x" * number, 3)) for number in range(64)]
+    waiting, usual_answer = threading.Barrier(64), vllm.answer
+    vllm.answer = lambda prompt, most: (waiting.wait(HANG), usual_answer(prompt, most))[1]
+    answers = connect(vllm.url).ask([question("x" * number, 3) for number in range(64)], 64)
+    assert [answer.text for answer in answers] == ["".join(words_of("x" * number, 3)) for number in range(64)]
 
 
 def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: ModelServer) -> None:
     """Of two at a time: the third is answered while the second still waits."""
-    third, own = threading.Event(), vllm.answer
+    third, usual_answer = threading.Event(), vllm.answer
 
     def answer(prompt: str, most: int) -> list[str]:
         if prompt == "b":
             assert third.wait(HANG)
         if prompt == "c":
             third.set()
-        return own(prompt, most)
+        return usual_answer(prompt, most)
 
     vllm.answer = answer
-    found = connect(vllm.url).ask([question(prompt, 3) for prompt in "abc"], 2)
-    assert [one.text for one in found] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
+    answers = connect(vllm.url).ask([question(prompt, 3) for prompt in "abc"], 2)
+    assert [answer.text for answer in answers] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
 
 
 def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
     """It does not wait for the others, and sends few more."""
-    never, own = threading.Event(), vllm.answer
-    vllm.answer = lambda prompt, most: own(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
+    never, usual_answer = threading.Event(), vllm.answer
+    vllm.answer = lambda prompt, most: usual_answer(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
     vllm.lies = {"a": 1 << 40}
     with pytest.raises(ServerError, match="expected counts of an answer"):
         connect(vllm.url).ask([question(prompt, 3) for prompt in "abcdefgh"], 2)
@@ -500,8 +500,8 @@ def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
 
 def test_each_request_has_a_connection_of_its_own(connect: Connect, vllm: ModelServer) -> None:
     """A kept connection may be closed as the next request arrives."""
-    found, server = [], connect(vllm.url)
-    vllm.overrides["/metrics"] = lambda handler: found.append(handler.client_address) or handler.json({}, 404)
+    addresses, server = [], connect(vllm.url)
+    vllm.overrides["/metrics"] = lambda handler: addresses.append(handler.client_address) or handler.json({}, 404)
     for _ in range(3):
         server.counters()
-    assert len(set(found)) == 3
+    assert len(set(addresses)) == 3

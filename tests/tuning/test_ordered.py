@@ -50,13 +50,13 @@ ORDERING = "masked_embedding.token_ordering"
 
 @pytest.fixture(scope="module")
 def make(plan: Plans) -> Callable[..., Outcome]:
-    def made(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
+    def run(out: Path, directory: Path | None = None, top_k: int = 4, **changes: Any) -> Outcome:
         of = {} if directory is None else {"directory": directory}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ordered, "choose_top_k", lambda *of: top_k)
             return run_tuning(plan(out, **({"mode": "ordered", "steps": 30, **of} | changes)))
 
-    return made
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -148,17 +148,17 @@ def test_heads_and_states_of_equal_rows_or_zeros() -> None:
 
 
 def test_top_k_is_the_least_that_loses_little_on_every_kind() -> None:
-    rank, other = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
-    rank[::1000] = 3
+    first_rank, other_rank = (torch.zeros(size, dtype=torch.long) for size in (2000, 2000))
+    first_rank[::1000] = 3
     # All but 0.1 % lie in the first: more than 99.875 %.
-    assert choose_top_k([rank, other], 1024, 64) == 1
-    rank[::250] = 3
-    assert choose_top_k([rank, other], 1024, 64) == 4
-    other[:] = 5
-    assert choose_top_k([rank, other], 1024, 64) == 8
+    assert choose_top_k([first_rank, other_rank], 1024, 64) == 1
+    first_rank[::250] = 3
+    assert choose_top_k([first_rank, other_rank], 1024, 64) == 4
+    other_rank[:] = 5
+    assert choose_top_k([first_rank, other_rank], 1024, 64) == 8
     # No more than half of the rows, centroids among them.
-    rank[:] = 40
-    assert choose_top_k([rank, other], 1024, 64) == 28
+    first_rank[:] = 40
+    assert choose_top_k([first_rank, other_rank], 1024, 64) == 28
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,14 @@ def test_an_answer_is_the_target(tokenizer: Any) -> None:
     answer = tuple(tokenizer(ANSWER, add_special_tokens=False)["input_ids"])
     short, long = Prompt("w", "Why?", completion=ANSWER), Prompt("w", (system, user), completion=ANSWER)
     plain = (tokenizer.bos_token_id, *tokenizer("Why?", add_special_tokens=False)["input_ids"])
-    for item, chatting, given in (
+    for item, chatting, prompt in (
         (short, True, encode_chat(tokenizer, user)),
         (long, True, encode_chat(tokenizer, system, user)),
         (short, False, plain),
     ):
-        assert encode_human_texts(item, make_writer(tokenizer, chat=chatting)) == [Text((*given, *answer), len(given))]
+        assert encode_human_texts(item, make_writer(tokenizer, chat=chatting)) == [
+            Text((*prompt, *answer), len(prompt))
+        ]
     assert encode_human_texts(Prompt("w", "Why?"), make_writer(tokenizer)) == [Text(plain, 1)]
     with pytest.raises(PairError, match=r"messages that end in an answer, found messages without one, .*Why"):
         encode_human_texts(Prompt("w", (user,)), make_writer(tokenizer))
@@ -65,9 +67,9 @@ def test_human_text_is_cut_into_windows_and_an_answer_is_not(tokenizer: Any) -> 
     text, answered = Prompt("w", ANSWER), Prompt("w", "Why?", completion=ANSWER)
     short = make_writer(tokenizer, length=5)
     assert encode_human_texts(answered, short) == encode_human_texts(answered, make_writer(tokenizer))
-    (whole,), windows = encode_human_texts(text, make_writer(tokenizer)), encode_human_texts(text, short)
+    (complete,), windows = encode_human_texts(text, make_writer(tokenizer)), encode_human_texts(text, short)
     assert len(windows) > 3 and {len(window.continuation) for window in windows[:-1]} == {5}
-    assert [token for window in windows for token in window.continuation] == list(whole.continuation)
+    assert [token for window in windows for token in window.continuation] == list(complete.continuation)
     assert {window.tokens[0] for window in windows} == {tokenizer.bos_token_id}
 
 
@@ -81,10 +83,10 @@ def test_repeated_texts_are_dropped(plan: Plans, tmp_path: Path) -> None:
             ending = (tail, tail, tail[::-1], tail[::-1])[number] if number < 4 else source * 16
             rows.append({"prompt": f"class {source}:\n{ending}", "source": source})
     path = write_rows(tmp_path / "texts.jsonl", rows)
-    found = gather_texts(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
+    texts = gather_texts(Pair(plan(tmp_path / "tuned", prompts=None, text=path, new_tokens=160)))
     # Of those that end alike the first trained ones are left.
-    assert (len(found.trained), len(found.watched), found.own_count) == (7 - 2, 8 - 4, 9 - 4)
-    tails = [text.tokens[-48:] for text in (*found.trained, *found.watched, *(text for _, text in found.held_out))]
+    assert (len(texts.trained), len(texts.watched), texts.own_count) == (7 - 2, 8 - 4, 9 - 4)
+    tails = [text.tokens[-48:] for text in (*texts.trained, *texts.watched, *(text for _, text in texts.held_out))]
     assert len(set(tails)) == len(tails)
 
 
@@ -99,9 +101,9 @@ def test_held_out_text_repeats_no_other_kind(plan: Plans, tmp_path: Path, monkey
 
 def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
     """Greedy serving has greedy text, sampled text, and greedy text from within the sampled one."""
-    made = gather_texts(Pair(plan(tmp_path / "tuned")))
-    served, drawn, branches = made.kinds
-    assert made.trained == (*served, *drawn, *branches)
+    texts = gather_texts(Pair(plan(tmp_path / "tuned")))
+    served, drawn, branches = texts.kinds
+    assert texts.trained == (*served, *drawn, *branches)
     assert {text.prompt_length for text in drawn} == {1}
     assert {text.prompt_length for text in served} != {1}
     for branch in branches:
@@ -115,13 +117,13 @@ def test_kinds_of_text(plan: Plans, tmp_path: Path) -> None:
 
 def test_half_of_the_score_is_where_training_has_seen_nothing() -> None:
     """A drafter that is perfect on trained text and useless elsewhere has the middle score."""
-    other = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
-    watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *other)
-    found, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
+    untrained = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
+    watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *untrained)
+    trained, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
     measured = Acceptance.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
-    assert found.compute_score(measured) == pytest.approx((4 + 1) / 2)
+    assert trained.compute_score(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
-    assert found.compute_score(few) == few.teacher_forced > 4 - 1
+    assert trained.compute_score(few) == few.teacher_forced > 4 - 1
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])
@@ -137,7 +139,7 @@ def test_eight_tokens_decide_what_was_trained_on(steps: int) -> None:
     places = [(index, n) for index, text in enumerate(texts) for n in text.anchors if n + steps < len(text.tokens)]
     index, anchor = torch.tensor(places).T
     nothing = torch.zeros(len(places), steps, dtype=torch.double)
-    found = was_trained_on(
+    on_trained = was_trained_on(
         Acceptance.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).sequences
     )
 
@@ -146,6 +148,6 @@ def test_eight_tokens_decide_what_was_trained_on(steps: int) -> None:
         tokens, at = texts[number].tokens[max(0, last - 7) : last + 1], range(53 if last >= 7 else 1)
         return any(text.tokens[first : first + len(tokens)] == tokens for text in trained for first in at)
 
-    assert found.tolist() == [stands(number, n) for number, n in places]
-    assert 0.1 < float(found.double().mean()) < 0.9
+    assert on_trained.tolist() == [stands(number, n) for number, n in places]
+    assert 0.1 < float(on_trained.double().mean()) < 0.9
     assert not was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((), (), (), 0).sequences).any()

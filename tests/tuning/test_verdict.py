@@ -37,10 +37,10 @@ def make_text(number: int, words: int = 3 * ANCHORS) -> Text:
 
 
 def compare(
-    workloads: Sequence[str], own: int, before: Acceptance, after: Acceptance, trained: Sequence[Text] = ()
+    workloads: Sequence[str], own_count: int, before: Acceptance, after: Acceptance, trained: Sequence[Text] = ()
 ) -> Comparisons:
     held_out = tuple((Prompt(name, f"text {number}"), make_text(number)) for number, name in enumerate(workloads))
-    return Comparisons.of(Corpus((tuple(trained),), (), held_out, own), before, after)
+    return Comparisons.of(Corpus((tuple(trained),), (), held_out, own_count), before, after)
 
 
 def test_few_texts_show_no_gain() -> None:
@@ -65,8 +65,10 @@ def test_undecided_harm_is_noted() -> None:
 
 def test_harm_on_a_workload_refuses() -> None:
     before, after = measure(40, 0.5), measure(40, torch.tensor([0.9] * 20 + [0.0] * 20))
-    found = compare((*["code"] * 20, *["prose"] * 20), 20, before, after, [make_text(number) for number in range(40)])
-    (reason,) = found.list_refusals()
+    comparisons = compare(
+        (*["code"] * 20, *["prose"] * 20), 20, before, after, [make_text(number) for number in range(40)]
+    )
+    (reason,) = comparisons.list_refusals()
     assert reason.startswith("it is worse on prose (-1.000, -")
 
 
@@ -76,9 +78,9 @@ def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
     both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measure(20, 0.0)
     before = Acceptance.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
     after = Acceptance.over(places.text, places.anchor, both * ~even)
-    found = compare(("code",) * 20, 20, before, after)
-    assert found.overall.change.interval and found.overall.change.interval.low > 0
-    (reason,) = found.list_refusals()
+    comparisons = compare(("code",) * 20, 20, before, after)
+    assert comparisons.overall.change.interval and comparisons.overall.change.interval.low > 0
+    (reason,) = comparisons.list_refusals()
     assert "(300 before, 320 after: ratio 0.938, 0." in reason
 
 
@@ -93,10 +95,10 @@ def test_a_gain_on_trained_sequences_alone_refuses() -> None:
     after = Acceptance.over(before.text, before.anchor, stands)
     # Sequences of eight that end at most at an anchor in the first half, and two drafts.
     trained = [Text(make_text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
-    found = compare(("code",) * 40, 40, before, after, trained)
-    assert found.unseen and found.unseen.anchors == 20 * ANCHORS
-    assert found.unseen.change.interval and found.unseen.change.interval.high < 0
-    (reason,) = found.list_refusals()
+    comparisons = compare(("code",) * 40, 40, before, after, trained)
+    assert comparisons.unseen and comparisons.unseen.anchors == 20 * ANCHORS
+    assert comparisons.unseen.change.interval and comparisons.unseen.change.interval.high < 0
+    (reason,) = comparisons.list_refusals()
     assert reason.startswith("it may lose more than 0.05 teacher-forced tokens per round where drafts continue what no")
     assert not list(compare(("code",) * 40, 40, before, after, [make_text(n) for n in range(40)]).list_refusals())
 
@@ -104,8 +106,8 @@ def test_a_gain_on_trained_sequences_alone_refuses() -> None:
 def test_it_is_shown_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     """Rounds come first; lines have at most 100 columns with any names."""
     before, after = measure(40, 0.5), measure(40, torch.tensor([0.9] * 20 + [0.0] * 20))
-    found = compare((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
-    _show_comparisons(found, TuningPlan(Path("drafter"), "base"))
+    comparisons = compare((*["code" * 20] * 20, *["prose\x1b[2J"] * 20), 20, before, after)
+    _show_comparisons(comparisons, TuningPlan(Path("drafter"), "base"))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert "\x1b" not in shown and max(map(len, lines)) <= 100 and len(lines) < 24
