@@ -210,7 +210,7 @@ WRONG = {
     "guard's branches swapped": Wrong(swap_branches, "replaces what heads mixed by 0"),
     "guard of half the slots": Wrong(guard_by_half_the_slots, "some slots of a mask alone"),
     "guard of one head closed": Wrong(close_one_head, "replaces what heads mixed by 0"),
-    "guard twice": Wrong(guard_twice, "chooses again"),
+    "guard twice": Wrong(guard_twice, "a second time"),
     "guard by the position too": Wrong(
         edit_condition(lambda g, x: g.call("LOGICAL_AND", x, g.call("LESS", g.input("input_pos"), np.int32([30])))),
         "more than whether any slot is shown",
