@@ -28,17 +28,17 @@ def schema(name: str) -> dict[str, Any]:
     Raises:
         KeyError: there is no such record.
     """
-    record = _kind(name)
+    record = _find_type(name)
     _, parts = msgspec.json.schema_components([record], ref_template="#/definitions/{name}")
-    for kind in _within(record, set()):
+    for kind in _walk_types(record, set()):
         part = parts[kind.__name__]
         part["additionalProperties"] = issubclass(kind, Excerpt)
-        for field, meaning in _comments(kind).items():
+        for field, meaning in _read_comments(kind).items():
             part["properties"][field] = {"description": meaning, **part["properties"][field]}
     return {**parts.pop(record.__name__), "definitions": parts}
 
 
-def _kind(name: str) -> type:
+def _find_type(name: str) -> type:
     from mtp_extract.checkpoint.record import Extraction
     from mtp_extract.doctor.result import Diagnosis
     from mtp_extract.serving.result import Benchmark
@@ -50,7 +50,7 @@ def _kind(name: str) -> type:
     return {"extraction": Extraction, "bench": Benchmark, "doctor": Diagnosis}[name]
 
 
-def _within(kind: Any, visited: set[Any]) -> Iterator[type]:
+def _walk_types(kind: Any, visited: set[Any]) -> Iterator[type]:
     """Every type with fields in ``kind``, itself included."""
     if kind in visited:
         return
@@ -58,12 +58,12 @@ def _within(kind: Any, visited: set[Any]) -> Iterator[type]:
     if hasattr(kind, "__struct_fields__") or is_dataclass(kind):
         yield kind
         for inner in get_type_hints(kind).values():
-            yield from _within(inner, visited)
+            yield from _walk_types(inner, visited)
     for inner in get_args(kind):
-        yield from _within(inner, visited)
+        yield from _walk_types(inner, visited)
 
 
-def _comments(kind: type) -> dict[str, str]:
+def _read_comments(kind: type) -> dict[str, str]:
     """By field, as JSON calls it: the comment behind it, or the lines above."""
     names = {name: name for name in get_type_hints(kind)}
     if issubclass(kind, msgspec.Struct):

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct, convert, to_builtins
 
 from mtp_extract._version import __version__
-from mtp_extract.checkpoint.documents import naming_damage, parse_json
+from mtp_extract.checkpoint.documents import parse_json, report_damage
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.format import FLOATS, Plan
 from mtp_extract.checkpoint.rounding import round_weight
@@ -83,22 +83,24 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
         return weights
     stored, metadata = read_safetensors(path)
     tensors = dict(weights)
-    with naming_damage(path, "not the codes of its matrices, or damaged: {}"):
+    with report_damage(path, "not the codes of its matrices, or damaged: {}"):
         for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():
             # Roles that are one stored tensor have one set of codes.
             floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}
             parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
-            tensors |= dict.fromkeys(floats, _codes_of(path, name, next(iter(floats.values()), None), scheme, parts))
+            tensors |= dict.fromkeys(
+                floats, _read_checked_codes(path, name, next(iter(floats.values()), None), scheme, parts)
+            )
         if stored:
             raise ValueError(f"nothing says how {next(iter(stored))} is to be read")
     return MappingProxyType(tensors)
 
 
-def _codes_of(
+def _read_checked_codes(
     path: Path, name: str, floats: Stored | None, scheme: _Scheme, parts: Mapping[str, StoredTensor]
 ) -> Weight:
     """The codes of the matrix called ``name``; ValueError where they are damaged or not those of its ``floats``."""
-    coded = _coded(path, floats.shape, scheme, parts) if floats is not None else None
+    coded = _read_codes(path, floats.shape, scheme, parts) if floats is not None else None
     if floats is None or coded is None:
         what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
         raise ValueError(f"{name}: expected {what}, found others")
@@ -107,7 +109,9 @@ def _codes_of(
     return coded
 
 
-def _coded(path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]) -> Weight | None:
+def _read_codes(
+    path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]
+) -> Weight | None:
     """The codes of a matrix of ``shape``; None where a part is missing, damaged, or of another type or shape."""
     if len(shape) != 2 or any(part not in parts or parts[part].dtype not in types for part, types in _PARTS.items()):
         return None

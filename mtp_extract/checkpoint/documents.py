@@ -94,7 +94,7 @@ class Difference:
 
 
 @contextmanager
-def naming_damage(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
+def report_damage(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
     """Around reading the file at ``path``: what opening or parsing it raises is a CheckpointError that names it.
 
     Args:
@@ -137,7 +137,7 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     Raises:
         CheckpointError: it cannot be read, is too large, or holds something else.
     """
-    with naming_damage(path, "not valid JSON ({})", advice):
+    with report_damage(path, "not valid JSON ({})", advice):
         content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
     if not isinstance(content, dict):
         raise CheckpointError(f"{escape(path)}: expected a JSON object, found a {type(content).__name__}. {advice}")
@@ -198,13 +198,13 @@ def compare_document(
     unread = list[Difference]()
     for difference in differences(expected, document):
         place = difference.place
-        same = means_the_same.get(_matching(place, means_the_same), ())
-        danger = DANGEROUS.get(_matching(place, DANGEROUS))
+        same = means_the_same.get(_find_pattern(place, means_the_same), ())
+        danger = DANGEROUS.get(_find_pattern(place, DANGEROUS))
         if danger is not None:
             same += danger[1]
         elif difference.expected in _OFF:
             same += _OFF
-        if difference.found in same or _matching(place, (*HARMLESS, *harmless)):
+        if difference.found in same or _find_pattern(place, (*HARMLESS, *harmless)):
             continue
         is_of_the_function = danger is not None or (difference.expected is not None and place not in _LABELS)
         if computes and is_of_the_function and difference.found is not None:
@@ -224,6 +224,6 @@ def _contradiction(path: Path, difference: Difference, danger: Danger | None) ->
     return CheckpointError(f"{escape(path)}: {difference}: {what}; it is not read. {advice}")
 
 
-def _matching(place: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+def _find_pattern(place: str, names: Sequence[str] | Mapping[str, Any]) -> str:
     """The first of ``names`` that means the key at ``place``; empty for none."""
     return next((name for name in names if fnmatchcase(f".{place}", f"*.{name}")), "")

@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import ARRAYS, BLOCKS
 from mtp_extract.checkpoint.gguf_file import GGUF_ALIGNMENT, gguf_header, read_gguf
-from mtp_extract.checkpoint.safetensors_file import read_safetensors, safetensors_header
+from mtp_extract.checkpoint.safetensors_file import build_safetensors_header, read_safetensors
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
 from mtp_extract.errors import OutputError, escape
@@ -39,7 +39,7 @@ class Container:
 
 
 CONTAINERS = {
-    ".safetensors": Container(lambda path: read_safetensors(path)[0], safetensors_header),
+    ".safetensors": Container(lambda path: read_safetensors(path)[0], build_safetensors_header),
     ".gguf": Container(lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT),
 }
 """Every kind of file with tensors, by the ending of its name."""
@@ -116,18 +116,18 @@ def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = 
     path = folder / file.name
     container = CONTAINERS[path.suffix] if file.tensors else None
     alignment = container.alignment if container else 1
-    places, data_size = _arrange(file.tensors, alignment)
+    places, data_size = _place_tensors(file.tensors, alignment)
     if container:
         header = container.make_header(places, file.metadata)
     else:
         # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
         header = file.text.encode("utf-8", "backslashreplace")
 
-    data = (piece for tensor in file.tensors for piece in _data(tensor, alignment))
+    data = (piece for tensor in file.tensors for piece in _produce_bytes(tensor, alignment))
     written = _write_pieces(path, chain([header], data), len(header) + data_size, advance)
     check_interrupted()
 
-    sum_read, sha256 = _sums(path)
+    sum_read, sha256 = _compute_sums(path)
     expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
     if sum_read != written or (container and container.read_tensors(path) != expected):
         raise read_back_error(path)
@@ -147,7 +147,7 @@ def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, a
     return digest.hexdigest()
 
 
-def _arrange(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:
+def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:
     """Where ``tensors`` lie behind a header, by name, and the bytes of them all."""
     places = dict[str, StoredTensor]()
     end = 0
@@ -157,7 +157,7 @@ def _arrange(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str
     return places, end
 
 
-def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
+def _produce_bytes(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
     """The bytes of ``tensor``, and what fills them up."""
     written = 0
     for rows in tensor.produce():
@@ -169,12 +169,12 @@ def _data(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]
     yield bytes(-written % alignment)
 
 
-def sha256_of_file(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """SHA-256 of the bytes of the file at ``path``."""
-    return _sums(path)[1]
+    return _compute_sums(path)[1]
 
 
-def _sums(path: Path) -> tuple[str, str]:
+def _compute_sums(path: Path) -> tuple[str, str]:
     """XXH3-128 and SHA-256 of the bytes of the file at ``path``."""
     quick, digest = xxh3_128(), hashlib.sha256()
     with open_regular(path) as file:

@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, round_weight
-from mtp_extract.checkpoint.weight import Rows, Weight, same_ends, same_weight
+from mtp_extract.checkpoint.weight import Rows, Weight, has_same_ends, same_weight
 from mtp_extract.errors import CheckpointError, escape, few
 
 FLOATS = "floats"
@@ -176,7 +176,7 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
     Raises:
         CheckpointError: names the first role of which something else was read.
     """
-    same_floats = same_weight if every_float else same_ends
+    same_floats = same_weight if every_float else has_same_ends
     for role, stored_as in plan.stored.items():
         if stored_as.how == NOTHING:
             continue

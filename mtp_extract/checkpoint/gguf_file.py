@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mtp_extract.checkpoint.documents import naming_damage
+from mtp_extract.checkpoint.documents import report_damage
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.errors import escape
 from mtp_extract.io.files import aligned, open_regular
@@ -73,7 +73,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         CheckpointError: not such a file, of another version, or one whose header contradicts itself or the file's size.
     """
     damaged = "{}. The GGUF file is damaged, or no drafter of this kind"
-    with naming_damage(path, damaged), open_regular(path) as file:
+    with report_damage(path, damaged), open_regular(path) as file:
         return _read(_Header(file, os.fstat(file.fileno()).st_size))
 
 

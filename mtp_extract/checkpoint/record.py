@@ -120,21 +120,21 @@ class Saving(Excerpt):
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
 
 
-def of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
+def describe_origin_of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
     """What a record says of the bundle; ``original`` are the drafter's own weights."""
     roles_by_constant = defaultdict[object, list[str]](list)
     for role, tensor in original.tensors.items():
         if tensor.origin is not None:
             roles_by_constant[tensor.origin].append(role)
     return {
-        "source": _source_of(drafter),
+        "source": _describe_source(drafter),
         "known_as": drafter.known["name"] if drafter.known else None,
         "shared": [roles for roles in roles_by_constant.values() if len(roles) > 1],
         "activations": {role: to_builtins([*pair]) for role, pair in original.activations.items() if any(pair)},
     }
 
 
-def _source_of(drafter: Shard) -> dict[str, Any]:
+def _describe_source(drafter: Shard) -> dict[str, Any]:
     """The file, and the section in it."""
     opened = drafter.opened
     region = drafter.model.region
@@ -158,7 +158,7 @@ def _source_of(drafter: Shard) -> dict[str, Any]:
     }
 
 
-def provenance(source: Mapping[str, Any]) -> dict[str, str]:
+def flatten_provenance(source: Mapping[str, Any]) -> dict[str, str]:
     """``source`` of a record as text by name, for formats that keep it inside the weights file."""
     section = source["section"] or {}
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from mtp_extract.checkpoint.documents import naming_damage, parse_json
+from mtp_extract.checkpoint.documents import parse_json, report_damage
 from mtp_extract.checkpoint.stored import StoredTensor
 from mtp_extract.io.files import open_regular
 
@@ -29,7 +29,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         CheckpointError: not such a file, or one whose header contradicts itself or its size.
     """
     tensors = {}
-    with naming_damage(path, "not a safetensors file, or damaged: {}"), open_regular(path) as file:
+    with report_damage(path, "not a safetensors file, or damaged: {}"), open_regular(path) as file:
         try:
             with safe_open(path, framework="numpy") as checked:
                 metadata = dict(checked.metadata() or {})
@@ -47,7 +47,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     return tensors, metadata
 
 
-def safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+def build_safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
     """What a safetensors file begins with; offsets of its tensors count from the header's end."""
     entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
     for name, tensor in places.items():

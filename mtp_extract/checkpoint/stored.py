@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.checkpoint.documents import naming_damage
+from mtp_extract.checkpoint.documents import report_damage
 from mtp_extract.checkpoint.dtypes import ARRAYS, DTYPES, FLOAT_NAMES, Bytes, Dtype
-from mtp_extract.checkpoint.weight import Rows, Steps, Weight, rows_of
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, find_matrix_shape
 from mtp_extract.errors import CheckpointError
 from mtp_extract.io.files import open_regular
 from mtp_extract.litertlm.storage import Floats, Packing, unpack_bytes
@@ -109,7 +109,7 @@ class StoredCodes(Stored):
         cut: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(path, tensor, name, cut)
-        bits = _code_bits(tensor, columns, scale)
+        bits = _find_code_bits(tensor, columns, scale)
         if bits is None:
             raise CheckpointError(
                 f"{self.path}: expected {name} as codes of 2, 4 or 8 bits, {columns} a row, with a scale a row or for "
@@ -122,7 +122,7 @@ class StoredCodes(Stored):
         self.all_columns = columns
         self.columns = end - begin
         self.shape = (tensor.shape[0], end - begin)
-        self._steps = _steps_in(scale, columns // scale.shape[1], cut)
+        self._steps = _cut_steps(scale, columns // scale.shape[1], cut)
 
     def in_columns(self, begin: int, end: int) -> StoredCodes:
         """As of other weights."""
@@ -145,7 +145,7 @@ class StoredCodes(Stored):
         return signed
 
 
-def _steps_in(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
+def _cut_steps(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
     """What codes of these columns are worth, of whose table a ``block`` of neighbours shares a ``scale``."""
     if cut is None:
         return Steps.around_zero(block, scale)
@@ -155,7 +155,7 @@ def _steps_in(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
     return Steps.around_zero(shared, np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared])
 
 
-def _code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | None:
+def _find_code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | None:
     """How many bits a code has in ``tensor``, of rows of so many ``columns``; None where the three do not fit."""
     if len(tensor.shape) != 2 or not columns:
         return None
@@ -175,7 +175,7 @@ def common_dtype(weights: Iterable[Weight]) -> str:
 
 def read_array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
     """All of ``stored``, float32, int64 or bool, in its shape; as :func:`read_rows`."""
-    flat = read_rows(path, stored, 0, rows_of(stored.shape)[0]).reshape(-1)
+    flat = read_rows(path, stored, 0, find_matrix_shape(stored.shape)[0]).reshape(-1)
     return flat.view(ARRAYS[stored.dtype]).reshape(stored.shape)
 
 
@@ -188,11 +188,11 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     Raises:
         CheckpointError: the file cannot be read, or has shrunk.
     """
-    row = stored.length // max(rows_of(stored.shape)[0], 1)
+    row = stored.length // max(find_matrix_shape(stored.shape)[0], 1)
     shape = last - first, row
     rows = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
     rest, offset = rows.reshape(-1).data, stored.offset + first * row
-    with naming_damage(path, "{}"), open_regular(path) as file:
+    with report_damage(path, "{}"), open_regular(path) as file:
         while rest:
             if not (done := os.preadv(file.fileno(), [rest], offset)):
                 raise ValueError("the file shrank while it was being read")

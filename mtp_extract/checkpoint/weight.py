@@ -56,7 +56,7 @@ class Steps:
     ) -> Steps | None:
         """Flat steps in the order of a matrix of ``shape``, each for a row, several rows or a part of one; None where
         there are not as many."""
-        rows, columns = rows_of(shape)
+        rows, columns = find_matrix_shape(shape)
         each, blocks = max(rows // max(size.size, 1), 1), max(size.size // max(rows, 1), 1)
         if each * size.size != rows * blocks or columns % blocks:
             return None
@@ -111,7 +111,7 @@ class Weight:
         self.scheme = scheme
         self.origin = origin
         self.rule = rule
-        self.rows, self.columns = rows_of(shape)
+        self.rows, self.columns = find_matrix_shape(shape)
         self._read, self._steps = read, steps
 
     @property
@@ -186,13 +186,13 @@ class Constant(Weight):
 
 def constant_weight(shape: tuple[int, ...], value: float = 1.0) -> Weight:
     """A weight of one number that nothing stores, such as a factor of 1 that the converter folded away."""
-    columns = rows_of(shape)[1]
+    columns = find_matrix_shape(shape)[1]
     return Weight(shape, lambda first, last: np.full((last - first, columns), value, np.float32))
 
 
 def of_array(array: Floats | Indices) -> Weight:
     """A weight in memory, float32, or the indices of an ordered head, int64: what a training made."""
-    rows = np.ascontiguousarray(array).reshape(rows_of(array.shape))
+    rows = np.ascontiguousarray(array).reshape(find_matrix_shape(array.shape))
 
     def read(first: int, last: int, kept: Rows = array) -> Rows:  # so that no other array gets its id
         return rows[first:last]
@@ -205,7 +205,7 @@ def of_codes(codes: Integers, scheme: Packing, steps: Steps, origin: object = No
     return Weight(codes.shape, lambda first, last: codes[first:last], scheme, steps, origin=origin)
 
 
-def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+def find_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, elements in a row) of a tensor of ``shape``."""
     rows = shape[0] if len(shape) > 1 else 1
     return rows, math.prod(shape) // rows if rows else 0
@@ -253,7 +253,7 @@ def same_weight(made: Weight, found: Weight) -> bool:
     """Whether ``found`` is ``made``, to the bit: the codes and their scales, which a format may have repeated along a
     row; of a ``found`` without codes the numbers."""
     if found.scheme is None:
-        return _same_floats(made, found, row_ranges(made))
+        return _has_same_floats(made, found, row_ranges(made))
     # Codes whose zero points leave 8 bits are compared as they are stored.
     with suppress(NoCodesError):
         made, found = row_codes(made), row_codes(found)
@@ -269,13 +269,13 @@ def same_weight(made: Weight, found: Weight) -> bool:
     )
 
 
-def same_ends(made: Weight, read_back: Weight) -> bool:
+def has_same_ends(made: Weight, read_back: Weight) -> bool:
     """Whether the first and the last rows of two weights in floats are the same, to the bit; of one row, all of it."""
     last = max(made.rows - 1, 0) // ROW_STEP * ROW_STEP
-    return _same_floats(made, read_back, {(0, min(ROW_STEP, made.rows)), (last, made.rows)})
+    return _has_same_floats(made, read_back, {(0, min(ROW_STEP, made.rows)), (last, made.rows)})
 
 
-def _same_floats(first: Weight, second: Weight, ranges: Iterable[tuple[int, int]]) -> bool:
+def _has_same_floats(first: Weight, second: Weight, ranges: Iterable[tuple[int, int]]) -> bool:
     """Whether two weights have one shape and, in ``ranges`` of their rows, the same floats, to the bit."""
     return first.shape == second.shape and all(
         np.array_equal(first.floats(*rows).view(np.uint32), second.floats(*rows).view(np.uint32)) for rows in ranges

@@ -19,9 +19,9 @@ from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences, read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
-from mtp_extract.checkpoint.files import TENSOR_FILES, sha256_of_file
+from mtp_extract.checkpoint.files import TENSOR_FILES, compute_sha256
 from mtp_extract.checkpoint.format import Format
-from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, provenance
+from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, flatten_provenance
 from mtp_extract.checkpoint.rounding import SCALES
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import Weight, same_weight
@@ -108,10 +108,10 @@ def read_record(place: Path) -> dict[str, Any]:
 def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
     """Whether the card in ``directory`` is there, and another than the one that ``record`` lists."""
     card = directory / CARD
-    return card.is_file() and sha256_of_file(card) != record["files"].get(CARD, {}).get("sha256")
+    return card.is_file() and compute_sha256(card) != record["files"].get(CARD, {}).get("sha256")
 
 
-def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
+def find_changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
     """Which files in ``folder``, the card left out, are not as ``record`` lists them: name → a clause."""
     present = set(files_in(folder))
     layout = record["layout"]
@@ -125,7 +125,7 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
             continue
         if name not in present:
             changed[name] = f"{escape(name)} is missing, or a link"
-        elif path.stat().st_size != expected["size"] or sha256_of_file(path) != expected["sha256"]:
+        elif path.stat().st_size != expected["size"] or compute_sha256(path) != expected["sha256"]:
             changed[name] = f"{escape(name)} has other content"
     if not changed and (layout_of_files := format_of(folder).name) not in (layout, EVERY[layout].read_as):
         changed[weights_file] = f"the layout is {layout_of_files}, not {layout}"
@@ -134,7 +134,7 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
 
 def files_in(folder: Path) -> Iterator[str]:
     """Files below ``folder``, hidden ones left out, as the record writes them."""
-    for path in _entries(folder):
+    for path in _walk_files(folder):
         if not path.name.startswith(".") and _is_file(path):
             yield path.relative_to(folder).as_posix()
 
@@ -145,17 +145,17 @@ def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
     if place.is_file():
         return
     belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
-    for path in _entries(place):
+    for path in _walk_files(place):
         name = path.relative_to(place).as_posix()
         if not _is_file(path):
             yield f"{escape(name)} is a link, or no file"
         elif name not in belonging and not _is_unused(name):
             yield f"{escape(name)} belongs neither to the checkpoint nor to a report"
-        elif name in _TOKENIZER and name.endswith("_config.json") and _names_code(path):
+        elif name in _TOKENIZER and name.endswith("_config.json") and _may_name_code(path):
             yield f"{escape(name)} names code, or cannot be read"
 
 
-def _names_code(path: Path) -> bool:
+def _may_name_code(path: Path) -> bool:
     """Whether the configuration of a tokenizer at ``path`` names code of its own, or may for all that can be read."""
     try:
         return "auto_map" in read_object(path)
@@ -163,7 +163,7 @@ def _names_code(path: Path) -> bool:
         return True
 
 
-def _entries(folder: Path) -> Iterator[Path]:
+def _walk_files(folder: Path) -> Iterator[Path]:
     """What lies below ``folder`` and is no directory, links to directories included: engines follow these. Hidden
     directories are not looked into: they are git's, the Hub's and editors'."""
     for root, folders, names in os.walk(folder):
@@ -210,18 +210,18 @@ class ReadDirectory:
         """
         folder = with_record(Path(place))
         record = read_record(folder)
-        changed = changed_files(folder, record) if record else {}
+        changed = find_changed_files(folder, record) if record else {}
         _require_tensors(folder, record, changed)
         format_, written = _read_files(folder, changed)
         if changed:
             _require_geometry(folder / format_.marker, written.config, record)
         known_as = written.architecture.known_as(written.config)
-        stated = record or _implied(folder, written, known_as)
+        stated = record or _build_implied_record(folder, written, known_as)
         checkpoint = replace(
             written,
-            tensors=_shared_again(with_codes(folder, written.tensors), stated["shared"]),
+            tensors=_merge_shared(with_codes(folder, written.tensors), stated["shared"]),
             activations=MappingProxyType(typed(stated["activations"], Pairs)),
-            provenance=provenance(stated["source"]),
+            provenance=flatten_provenance(stated["source"]),
             unread=(*written.unread, *changed.values(), *unexpected_in(folder, format_)),
         )
         return cls(folder, format_.name, written, checkpoint, known_as, stated, bool(record), frozenset(changed))
@@ -248,7 +248,7 @@ class ReadDirectory:
         """By name: SHA-256 of each file with tensors."""
         if self.is_recorded:
             return {name: of["sha256"] for name, of in self.record["files"].items() if name.endswith(TENSOR_FILES)}
-        return {name: sha256_of_file(path) for name, path in _files_of_tensors(self.directory).items()}
+        return {name: compute_sha256(path) for name, path in _find_tensor_files(self.directory).items()}
 
 
 def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[str, str]) -> None:
@@ -272,7 +272,7 @@ def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Check
         raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
 
 
-def _shared_again(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]) -> Mapping[str, Weight]:
+def _merge_shared(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]) -> Mapping[str, Weight]:
     """``tensors`` by role, in which what was one stored constant is one again: formats may write it once."""
     by_role = dict(tensors)
     for first, *others in shared:
@@ -294,7 +294,7 @@ def _require_geometry(path: Path, config: Config, record: Mapping[str, Any]) -> 
         raise CheckpointError(f"{escape(path)}: {what}. {AGAIN}")
 
 
-def _files_of_tensors(place: Path) -> dict[str, Path]:
+def _find_tensor_files(place: Path) -> dict[str, Path]:
     """By name: the files that the tensors at ``place`` lie in, those of codes beside floats too."""
     if place.is_file():
         return {place.name: place}
@@ -303,9 +303,9 @@ def _files_of_tensors(place: Path) -> dict[str, Path]:
     return {name: place / name for name in names}
 
 
-def _implied(place: Path, checkpoint: Checkpoint, known_as: str | None) -> dict[str, Any]:
+def _build_implied_record(place: Path, checkpoint: Checkpoint, known_as: str | None) -> dict[str, Any]:
     """What a record would say of a directory that has none: its name, and how it holds numbers."""
-    size = sum(path.stat().st_size for path in _files_of_tensors(place).values())
+    size = sum(path.stat().st_size for path in _find_tensor_files(place).values())
     source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
     return {
         "tool": {"version": None},

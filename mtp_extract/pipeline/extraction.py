@@ -15,7 +15,7 @@ import numpy as np
 from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.format import Plan
-from mtp_extract.checkpoint.record import of_bundle, provenance
+from mtp_extract.checkpoint.record import describe_origin_of_bundle, flatten_provenance
 from mtp_extract.checkpoint.weight import Constant, constant_weight
 from mtp_extract.errors import SourceError, escape
 from mtp_extract.formats import EVERY
@@ -27,7 +27,7 @@ from mtp_extract.litertlm.published import known_bundle
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.pipeline.check import recorded
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.pipeline.unproven import offering_unproven, read_unproven
+from mtp_extract.pipeline.unproven import read_unproven, suggest_unproven
 from mtp_extract.pipeline.writing import ExtractionResult, prepare, write
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.proof.grids import list_rounded, rounding_in_words
@@ -89,16 +89,16 @@ def extract_drafter(
                 drafter, proof = read_unproven(opened, sliding_window, prove_drafter)
             require_complete(drafter)
         else:
-            with offering_unproven(opened):
+            with suggest_unproven(opened):
                 drafter, proof = opened.drafter(sliding_window), None
         with naming_file(opened.source.name):
             original = checkpoint_of(drafter)
-        origin = of_bundle(drafter, original)
-        planned = prepare(replace(original, provenance=provenance(origin["source"])), name, plan)
+        origin = describe_origin_of_bundle(drafter, original)
+        planned = prepare(replace(original, provenance=flatten_provenance(origin["source"])), name, plan)
         # Before a byte is written; what is written is then compared with this checkpoint: all bytes when they are
         # written, and by role the codes, and of floats some rows. To make all once more takes as long as the proof.
         if proof is None and not drafter.not_proven:
-            with offering_unproven(opened):
+            with suggest_unproven(opened):
                 proof = prove_checkpoint(drafter, original)
         origin |= {"converted_from": [], "proof": None if proof is None else in_words(proof)}
         if drafter.not_proven:
@@ -107,7 +107,7 @@ def extract_drafter(
             planned,
             target,
             origin,
-            _notes(drafter, planned),
+            _list_notes(drafter, planned),
             overwrite=overwrite,
             inputs=inputs,
             reporter=reporter,
@@ -142,7 +142,7 @@ def require_complete(drafter: Shard) -> None:
     if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
         # Its weights were left out; or ranges of a published file, as the Hub serves them: nothing can be missing.
         return
-    for role, constant in _stored_matrices(drafter):
+    for role, constant in _list_stored_matrices(drafter):
         if rows := missing_rows(constant):
             raise SourceError(
                 f"{source.name}: rows {rows.start} to {rows.stop - 1} of {role} ({constant.tensor.label}) hold zeros "
@@ -151,17 +151,17 @@ def require_complete(drafter: Shard) -> None:
             )
 
 
-def _stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
+def _list_stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
     """Every matrix that the file stores, by its role."""
     for role in drafter.walk.roles:
         if len(role.shape) == 2 and role.tensor is not None:
             yield role.role, QuantizedTensor.of(drafter.model, role.tensor)
 
 
-def _notes(drafter: Shard, planned: Plan) -> Iterator[str]:
+def _list_notes(drafter: Shard, planned: Plan) -> Iterator[str]:
     """What a user should know of the file."""
     yield from drafter.opened.remarks
-    for role, constant in _stored_matrices(drafter):
+    for role, constant in _list_stored_matrices(drafter):
         zeros = 0 if constant.storage.by_rows else sum(end - begin for begin, end in zero_pages(constant.location))
         if zeros:
             yield (

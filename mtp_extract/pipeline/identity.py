@@ -25,14 +25,22 @@ from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
 from mtp_extract.checkpoint.documents import differences
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.format import Format
-from mtp_extract.checkpoint.record import CHECKPOINT, of_bundle
+from mtp_extract.checkpoint.record import CHECKPOINT, describe_origin_of_bundle
 from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
 from mtp_extract.checkpoint.stored import Stored
 from mtp_extract.checkpoint.weight import ROW_STEP, Weight, constant_weight, has_exact_steps, same_weight
 from mtp_extract.errors import CheckpointError, ProofError, RoleError, UnsupportedError, escape, few
 from mtp_extract.formats import format_named, format_of
 from mtp_extract.formats.directory import static_scale
-from mtp_extract.pipeline.check import AGAIN, RECORD, Check, ReadDirectory, changed_files, read_record, unexpected_in
+from mtp_extract.pipeline.check import (
+    AGAIN,
+    RECORD,
+    Check,
+    ReadDirectory,
+    find_changed_files,
+    read_record,
+    unexpected_in,
+)
 from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint, prove_drafter, require_complete
 from mtp_extract.pipeline.unproven import read_unproven
 from mtp_extract.proof.proof import in_words
@@ -49,7 +57,7 @@ _MOST_CLAIMED = 6
 """Kinds of steps that are followed where a record claims more than two: any order of them is tried."""
 
 
-def how_derived(original: Weight, written: Weight, claimed: Collection[str] = ()) -> Chain | None:
+def find_chain(original: Weight, written: Weight, claimed: Collection[str] = ()) -> Chain | None:
     """The shortest chain that makes ``written`` of ``original``, to the bit; None where none does.
 
     Of a weight with codes, the codes and their scales are compared; of any other the numbers.
@@ -60,25 +68,25 @@ def how_derived(original: Weight, written: Weight, claimed: Collection[str] = ()
     if original.shape != written.shape:
         return None
     # The first rows of a matrix alone refute almost every chain.
-    pairs = [(_first_rows(original), _first_rows(written)), (original, written)]
+    pairs = [(_take_first_rows(original), _take_first_rows(written)), (original, written)]
     steps = [step for step in _STEPS if step in claimed][:_MOST_CLAIMED]
     longer = (chain for count in range(3, len(steps) + 1) for chain in permutations(steps, count))
     for chain in (*_SHORT_CHAINS, *longer):
-        if all(_gives(before, chain, other) for before, other in pairs):
+        if all(_produces(before, chain, other) for before, other in pairs):
             # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
             folded = written.scheme is not None and not has_exact_steps(original) and has_exact_steps(written)
             return chain or ((_EXACT_SCALES,) if folded else ())
     return None
 
 
-def _gives(original: Weight, chain: Chain, written: Weight) -> bool:
+def _produces(original: Weight, chain: Chain, written: Weight) -> bool:
     # Some admit of no such step: they have no codes, or numbers beyond FP16.
     with suppress(CheckpointError, UnsupportedError), np.errstate(all="ignore"):
         return same_weight(rounded_again(original, chain), written)
     return False
 
 
-def _first_rows(weight: Weight) -> Weight:
+def _take_first_rows(weight: Weight) -> Weight:
     """The first rows of a matrix, as a weight."""
     if len(weight.shape) != 2:
         return weight
@@ -90,7 +98,7 @@ def _first_rows(weight: Weight) -> Weight:
     return Weight(shape, weight.codes, weight.scheme, first)
 
 
-def _in_words(chain: Chain) -> str:
+def _describe_chain(chain: Chain) -> str:
     """What was done to a weight, in words."""
     rules = {rule: f"integers by {rule}" for rule in RULES}
     return ", then ".join("to " + rules.get(step, step.replace(SCALES, " in their scales")) for step in chain)
@@ -155,7 +163,7 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
     require_complete(source)
     format_ = format_named(read.layout) if read else format_of(directory)
     written = read.written if read else format_.read(directory)
-    compared = _Compared(directory, source, checkpoint_of(source), written, format_, read)
+    compared = _Comparison(directory, source, checkpoint_of(source), written, format_, read)
     config = compared.check_config()
     files = compared.check_files()
     tensors = compared.check_tensors(of_the_same_config=bool(config.passed))
@@ -164,7 +172,7 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
 
 
 @dataclass
-class _Compared:
+class _Comparison:
     """A directory, and what the bundle gives."""
 
     directory: Path
@@ -181,49 +189,49 @@ class _Compared:
             asdict(replace(checkpoint.mtp, max_position_embeddings=None))
             for checkpoint in (self.original, self.written)
         )
-        return _check("config", _apart(derived, stated), ["every number agrees"])
+        return _build_check("config", _describe_differences(derived, stated), ["every number agrees"])
 
     def check_files(self) -> Check:
         if self.read is not None:
             unread: Iterable[str] = self.read.checkpoint.unread
         else:
             unread = (*self.written.unread, *unexpected_in(self.directory, self.format))
-        return _check("files", unread, ["nothing that would make an engine load something else"])
+        return _build_check("files", unread, ["nothing that would make an engine load something else"])
 
     def check_tensors(self, *, of_the_same_config: bool) -> Check:
         if not of_the_same_config:
-            return _check("tensors", None, ["not of the file's config"])
-        return _check("tensors", self._other_tensors(), _summary(self.written, self.chains))
+            return _build_check("tensors", None, ["not of the file's config"])
+        return _build_check("tensors", self._find_other_tensors(), _summarize_tensors(self.written, self.chains))
 
     def check_function(self, *, of_the_same_tensors: bool) -> Check:
         """The proof of the graph, where the tensors are the file's."""
         if not of_the_same_tensors:
-            return _check("function", None, ["not of the file's config and tensors"])
+            return _build_check("function", None, ["not of the file's config and tensors"])
         if self.source.not_proven:
-            return _check("function", None, [f"not proven: {'; '.join(self.source.not_proven)}"])
+            return _build_check("function", None, [f"not proven: {'; '.join(self.source.not_proven)}"])
         try:
             self.proven = in_words(prove_checkpoint(self.source, self.original))
         except (ProofError, UnsupportedError) as error:
             why = [str(error).split(". ")[0]]
             # Of a graph that no proof can be made of, nothing is shown.
-            return _check("function", why if isinstance(error, ProofError) else None, why)
-        return _check("function", [], self.proven)
+            return _build_check("function", why if isinstance(error, ProofError) else None, why)
+        return _build_check("function", [], self.proven)
 
     def check_record(self) -> Check:
         if not (self.directory / RECORD).exists():
-            return _check("record", None, [f"there is no {RECORD}"])
+            return _build_check("record", None, [f"there is no {RECORD}"])
         evidence = ["every file is as recorded"]
-        return _check("record", self._contradicted(evidence), evidence)
+        return _build_check("record", self._find_contradictions(evidence), evidence)
 
-    def _other_tensors(self) -> Iterator[str]:
+    def _find_other_tensors(self) -> Iterator[str]:
         """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
         CheckpointError where scales, or codes that are kept beside it, are damaged."""
-        claimed = _claimed_steps(self.directory)
+        claimed = _read_claimed_steps(self.directory)
         # The table of roles is in the order in which a drafter computes.
         for role, shape in shapes_of(self.written.config).items():
             weight = self.written.tensors[role.name]
             original = self.original.tensors.get(role.name) or constant_weight(shape)
-            chain = how_derived(original, weight, claimed)
+            chain = find_chain(original, weight, claimed)
             name = f"{role.name} ({role.names.get(self.format.name, role.name)})"
             if chain is None:
                 yield f"{name} has other {'values' if weight.scheme is None else 'codes or scales'} than the file's"
@@ -232,7 +240,7 @@ class _Compared:
                 yield f"{name} has other static scales of activations than the file's"
                 return
             self.chains[role.name] = chain
-        yield from self._other_codes(claimed)
+        yield from self._find_other_codes(claimed)
 
     def _has_other_static_scales(self, role: str) -> bool:
         """Whether scales of what goes in or comes out are others, as files hold them: 0 where there is none."""
@@ -243,7 +251,7 @@ class _Compared:
         scales, scales_of_file = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
         return scales != scales_of_file
 
-    def _other_codes(self, claimed: Collection[str]) -> Iterator[str]:
+    def _find_other_codes(self, claimed: Collection[str]) -> Iterator[str]:
         """Codes beside floats that are not the file's."""
         # Reading a directory holds its codes against its floats, which takes both to be read whole.
         read = self.read
@@ -251,13 +259,13 @@ class _Compared:
         for role, weight in tensors.items():
             if weight.scheme is not None and self.written.tensors[role].scheme is None:
                 original = self.original.tensors[role]
-                chain = how_derived(original, weight, claimed)
+                chain = find_chain(original, weight, claimed)
                 if chain is None or (not chain and original.bits != weight.bits):
                     yield f"{CODES_FILE}: {role} has other codes or scales than the file's"
                 else:
                     self.chains[f"{CODES_FILE}: {role}"] = chain
 
-    def _contradicted(self, evidence: list[str]) -> Iterator[str]:
+    def _find_contradictions(self, evidence: list[str]) -> Iterator[str]:
         """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
 
         Its past is no matter of the bundle: which file it came from and where that lay, which directories there were
@@ -270,7 +278,7 @@ class _Compared:
         """
         record = read_record(self.directory)
         if self.read is None:
-            yield from changed_files(self.directory, record).values()
+            yield from find_changed_files(self.directory, record).values()
         if not self.proven and not self.source.not_proven:
             return
         stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else self.written.dtype}
@@ -279,20 +287,20 @@ class _Compared:
             geometry = self.original.mtp.as_json()
             geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
             stated["geometry"] = geometry
-        of_file = of_bundle(self.source, self.original)
+        of_file = describe_origin_of_bundle(self.source, self.original)
         section = record["source"]["section"]
         section_of_file = of_file["source"]["section"]
         if section not in (None, section_of_file):
             name = escape(record["source"]["name"])
             evidence.append(f"it came from another file ({name}), with which nothing was compared")
         if section is not None and section["sha256"] == section_of_file["sha256"]:
-            stated |= self._of_section(record, of_file)
+            stated |= self._expect_of_section(record, of_file)
             done = {step for chain in self.chains.values() for step in chain}
             if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
                 yield f"does not say that weights were rounded ({', '.join(untold)})"
-        yield from _apart(stated, {key: record.get(key) for key in stated})
+        yield from _describe_differences(stated, {key: record.get(key) for key in stated})
 
-    def _of_section(self, record: Mapping[str, Any], of_file: Mapping[str, Any]) -> dict[str, Any]:
+    def _expect_of_section(self, record: Mapping[str, Any], of_file: Mapping[str, Any]) -> dict[str, Any]:
         """What ``record`` has to say of the section that it came from; ``of_file`` is what one of the bundle would."""
         expected = {key: of_file[key] for key in ("known_as", "shared", "activations")}
         is_done = any(record["rule"] in chain for chain in self.chains.values())
@@ -306,7 +314,7 @@ class _Compared:
         return expected
 
 
-def _claimed_steps(directory: Path) -> Collection[str]:
+def _read_claimed_steps(directory: Path) -> Collection[str]:
     """What the record in ``directory`` says was done to weights; nothing where there is none that can be read."""
     # Why it cannot be read, the check of the record says.
     with suppress(CheckpointError):
@@ -315,7 +323,7 @@ def _claimed_steps(directory: Path) -> Collection[str]:
     return ()
 
 
-def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:
+def _build_check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:
     """What was checked, and what is ``wrong``: None where it was not; ``otherwise`` says why, or what it shows."""
     if wrong is None:
         return Check(name, _WHAT[name], None, "; ".join(otherwise))
@@ -327,13 +335,13 @@ def _check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> 
     return Check(name, _WHAT[name], not evidence, evidence or "; ".join(otherwise))
 
 
-def _apart(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
+def _describe_differences(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
     """Where what a directory has ``stated`` differs from what was ``derived`` from the bundle."""
     for place, expected, actual in map(astuple, differences(derived, stated)):
         yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
 
 
-def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
+def _summarize_tensors(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
     """How many tensors are the file's codes, codes that a rule made, or floats; and what was done to them."""
     kinds = Counter[tuple[str, Chain]]()
     for role, there in written.tensors.items():
@@ -348,6 +356,6 @@ def _summary(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
         kinds[stored_as, chain[:-1] if stored else chain] += 1
     yield f"all {kinds.total()} are derived from the file's, every bit"
     for (stored_as, chain), count in sorted(kinds.items()):
-        yield f"{count} in {stored_as}" + (f", rounded {_in_words(chain)}" if chain else "")
+        yield f"{count} in {stored_as}" + (f", rounded {_describe_chain(chain)}" if chain else "")
     if beside := len(chains) - kinds.total():
         yield f"beside them {beside} have the file's codes"

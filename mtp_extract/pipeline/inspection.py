@@ -48,24 +48,24 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
         NoDrafterError: the source is neither a bundle nor a model.
     """
     published = known_bundle(opened.source)
-    report = _header(opened, published["name"] if published else None)
+    report = _describe_file(opened, published["name"] if published else None)
     if graph:
-        report["trace"] = _trace(opened)
+        report["trace"] = _trace_graph(opened)
     try:
         drafter = opened.drafter()
-        facts = _drafter(drafter, tensors) | (_graph(drafter) if graph else {})
+        facts = _describe_drafter(drafter, tensors) | (_describe_graph(drafter) if graph else {})
     except NoDrafterError as error:
         if opened.bundle is None and not opened.is_model:
             raise
         return Inspection({**report, "drafter": None, "no_drafter": str(error)}, None)
     except MtpExtractError as error:
-        listed = _tensors_of_refused(opened) if tensors else {}
+        listed = _list_tensors_of_refused(opened) if tensors else {}
         return Inspection({**report, "drafter": None, "problem": str(error), **listed}, error)
     facts["base_model"] = published["base_model"] if published else None
     return Inspection({**report, "drafter": facts}, None)
 
 
-def _header(opened: Opened, known_as: str | None) -> dict[str, Any]:
+def _describe_file(opened: Opened, known_as: str | None) -> dict[str, Any]:
     """The file, the name of the published one that it is, and its sections."""
     source, bundle = opened.source, opened.bundle
     return {
@@ -84,7 +84,7 @@ def _header(opened: Opened, known_as: str | None) -> dict[str, Any]:
     }
 
 
-def _trace(opened: Opened) -> list[dict[str, Any]]:
+def _trace_graph(opened: Opened) -> list[dict[str, Any]]:
     """What every value of the drafter's graph is read as, up to the refusal; empty where there is no graph to read."""
     try:
         graph = opened.flat_graph()
@@ -94,17 +94,17 @@ def _trace(opened: Opened) -> list[dict[str, Any]]:
     return [asdict(line) for line in trace_drafter(graph)]
 
 
-def _tensors_of_refused(opened: Opened) -> dict[str, Any]:
+def _list_tensors_of_refused(opened: Opened) -> dict[str, Any]:
     """Every tensor of a drafter whose graph is refused; nothing where its model cannot be read either."""
     try:
         model = opened.drafter_model()
     except MtpExtractError:
         # The inspection says it.
         return {}
-    return {"model": _model(model, tensors=True)}
+    return {"model": _describe_model(model, tensors=True)}
 
 
-def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
+def _describe_drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
     roles = drafter.walk.roles
     return {
         "section": drafter.section.index if drafter.section else None,
@@ -119,27 +119,27 @@ def _drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
         "layer_scalars": sum(role.role.endswith(".layer_scalar") for role in roles),
         "names_confirmed": len(set(drafter.names.confirmed)),
         "rounded_activations": list_rounded(drafter.graph, drafter.walk),
-        "model": _model(drafter.model, tensors),
+        "model": _describe_model(drafter.model, tensors),
     }
 
 
-def _graph(drafter: Shard) -> dict[str, Any]:
+def _describe_graph(drafter: Shard) -> dict[str, Any]:
     """Every role with its constant and the evidence for it, every other constant, and the proof."""
     model, walk = drafter.model, drafter.walk
     roles = [
-        (_tensor(model, role.tensor) if role.tensor else {"type": None})
+        (_describe_tensor(model, role.tensor) if role.tensor else {"type": None})
         | {"role": role.role, "shape": role.shape, "factor": role.factor, "why": role.why}
         | {"activations": to_builtins({"input": role.input, "output": role.output})}
         | {"name_confirms": role.role in drafter.names.confirmed}
         for role in walk.roles
     ]
-    aside = [{**_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
+    aside = [{**_describe_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
     with naming_file(model.region.source.name):
         proof = prove_drafter(drafter)
     return {"roles": roles, "set_aside": aside, "proof": proof}
 
 
-def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
+def _describe_model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
     """Its signatures, and how large it is; with ``tensors`` every tensor."""
     all_tensors = [tensor for graph in model.subgraphs for tensor in graph.tensors]
 
@@ -156,11 +156,11 @@ def _model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
             | {"inputs": ends(signature, signature.inputs), "outputs": ends(signature, signature.outputs)}
             for signature in model.signatures
         ],
-        **({"tensors": [_tensor(model, tensor) for tensor in all_tensors]} if tensors else {}),
+        **({"tensors": [_describe_tensor(model, tensor) for tensor in all_tensors]} if tensors else {}),
     }
 
 
-def _tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
+def _describe_tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
     """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
     described = {"subgraph": tensor.subgraph, "index": tensor.index, "name": tensor.name, "type": tensor.type_name}
     described |= {"shape": tensor.shape, "quantization": None, "data": None}
@@ -205,7 +205,7 @@ def inspect_checkpoint(
             checks = verify_against(read, opened)
             against = opened.source.name
             published = compare_with_published(opened.source, reporter)
-    problem = _problem(read)
+    problem = _find_problem(read)
     record = read.record if read.is_recorded else None
     report = {
         "directory": str(read.directory),
@@ -216,19 +216,19 @@ def inspect_checkpoint(
         "notes": list(read.checkpoint.notes),
         "ok": problem is None,
         "extraction": record,
-        "holds": _contents(read, tensors),
+        "holds": _describe_contents(read, tensors),
     }
     return Inspection(report, problem)
 
 
-def _problem(read: ReadDirectory) -> CheckpointError | None:
+def _find_problem(read: ReadDirectory) -> CheckpointError | None:
     if wrong := sum(finding.is_error for finding in read.written.findings):
         what = f"expected nothing that an engine takes otherwise without a word, found {wrong}"
         return CheckpointError(f"{escape(read.directory)}: {what}. Convert it, or change its config as said.")
     return None
 
 
-def _contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:
+def _describe_contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:
     """What the checkpoint is, and how its weights are stored; with ``tensors`` every weight."""
     listed = list[dict[str, Any]]()
     for role, shape in shapes_of(read.written.config).items():

@@ -58,19 +58,19 @@ def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
     """
     with open_bundle(source) as opened:
         check_place(out, overwrite=False, inputs=(opened.source.path,))
-        model, roles, doubtful = _weights_of(opened)
+        model, roles, doubtful = _find_weights(opened)
         if model.weights is not None:
             why = "its weights lie in a section of their own. Give the model's section alone: that holds none."
             raise UnsupportedError(f"{opened.source.name}: {why}")
         opened.prefetch()
-        blank, left_out = _without(model, (*roles, *doubtful))
+        blank, left_out = _blank_weights(model, (*roles, *doubtful))
         content = pack_skeleton(bytes(blank))
         with staged(out, overwrite=False, inputs=(opened.source.path,)) as stage:
             stage.write_bytes(content)
     return Skeleton(Path(out), len(content), len(roles), len(doubtful), left_out)
 
 
-def _without(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray, int]:
+def _blank_weights(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray, int]:
     """The model without the numbers and scales of ``weights``, and how many bytes of it were left out."""
     blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
     left_out = 0
@@ -81,7 +81,7 @@ def _without(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray
         unit = b"\0" if len(tensor.shape) == 2 else _ONE.get(tensor.type, b"\0")
         blank[begin : begin + place.size] = unit * (place.size // len(unit))
         left_out += place.size
-    _blank_scales(model, set(map(id, weights)), blank)
+    _reset_scales(model, set(map(id, weights)), blank)
     return blank, left_out
 
 
@@ -89,7 +89,7 @@ _Key = tuple[int, int]
 """Subgraph and index of a tensor."""
 
 
-def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
+def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
     """The model, the constants that play a role in it, and those that may."""
     model = opened.drafter_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
@@ -106,18 +106,18 @@ def _weights_of(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]
         with suppress(MtpExtractError):
             walker.walk()
             not_weights = set(graph.constants)
-        roles = {_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
-        not_weights = not_weights or _not_weights(graph)
-    numbers = (t for t in stored if t.type in NUMBER_TYPES and t.elements > largest and _key(t) not in not_weights)
-    doubtful = [tensor for tensor in (*numbers, *scalars) if _key(tensor) not in roles]
+        roles = {_find_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
+        not_weights = not_weights or _find_other_constants(graph)
+    numbers = (t for t in stored if t.type in NUMBER_TYPES and t.elements > largest and _find_key(t) not in not_weights)
+    doubtful = [tensor for tensor in (*numbers, *scalars) if _find_key(tensor) not in roles]
     return model, list(roles.values()), doubtful
 
 
-def _key(tensor: Tensor) -> _Key:
+def _find_key(tensor: Tensor) -> _Key:
     return tensor.subgraph, tensor.index
 
 
-def _not_weights(graph: FlatGraph) -> set[_Key]:
+def _find_other_constants(graph: FlatGraph) -> set[_Key]:
     """The constants that play no role, of a graph that could not be read to its end."""
     # From the end: what a value is for is said by what is made of it.
     may_be = dict[int, bool]()
@@ -163,7 +163,7 @@ def _is_named_scalar(value: Value) -> bool:
     return any(role.rpartition(".")[2] in scalars for role in roles_named(names, is_matrix=False))
 
 
-def _blank_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:
+def _reset_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:
     """Make 1 of every scale of a weight, and of every list of scales: of an activation there is one."""
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         quantization = tensor.quantization

@@ -39,7 +39,7 @@ _MOST_PASSED = 64
 
 
 @contextmanager
-def offering_unproven(opened: Opened) -> Iterator[None]:
+def suggest_unproven(opened: Opened) -> Iterator[None]:
     """A graph that is refused for what this release does not know can be extracted without a proof: that is said."""
     try:
         with naming_file(opened.source.name):
@@ -75,7 +75,7 @@ def read_unproven(
             drafter = opened.drafter(sliding_window, passed)
             proof = prove(drafter)
         except OperatorError as error:
-            refusals.append(_clause_of(error, opened))
+            refusals.append(_shorten_error(error, opened))
             if error.place in passed:
                 break
             passed[error.place] = error.label
@@ -86,29 +86,29 @@ def read_unproven(
             if error.remedies or isinstance(error, AnotherKindError) or is_refuted:
                 raise
             if drafter is not None or not refusals:
-                refusals.append(_clause_of(error, opened))
+                refusals.append(_shorten_error(error, opened))
             break
         else:
             if not passed:
                 return drafter, proof
             operands = "its operand" if len(passed) == 1 else "their operands"
-            return _not_proven(drafter, refusals, f"taken for {operands}, all else was proven"), None
+            return _mark_unproven(drafter, refusals, f"taken for {operands}, all else was proven"), None
     try:
         with naming_file(opened.source.name):
-            return _by_place_and_name(opened, sliding_window, refusals), None
+            return _read_by_place_and_name(opened, sliding_window, refusals), None
     except UnsupportedError:
         if drafter is None:
             raise
     # What was read is all that there is of a geometry that is not known.
-    return _not_proven(drafter, refusals, "what it computes was read, and not proven"), None
+    return _mark_unproven(drafter, refusals, "what it computes was read, and not proven"), None
 
 
-def _not_proven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
+def _mark_unproven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
     """``drafter`` with what it was refused for, and what was ``read`` all the same."""
-    return replace(drafter, not_proven=(*_once(refusals), read, _counts(drafter.walk.roles)))
+    return replace(drafter, not_proven=(*_merge_refusals(refusals), read, _describe_counts(drafter.walk.roles)))
 
 
-def _once(refusals: Collection[str]) -> list[str]:
+def _merge_refusals(refusals: Collection[str]) -> list[str]:
     """``refusals``, each kind once: how many more operators were refused for it stands behind the first."""
     kinds = dict[str, list[str]]()
     for refusal in refusals:
@@ -119,12 +119,12 @@ def _once(refusals: Collection[str]) -> list[str]:
     ]
 
 
-def _clause_of(error: Exception, opened: Opened) -> str:
+def _shorten_error(error: Exception, opened: Opened) -> str:
     """What ``error`` says, without the name of the file and what to do."""
     return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
 
 
-def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
+def _describe_counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
     """How many matrices and vectors were found by their places, and by names: what several roles share, once."""
     parts = []
     for noun, rank in (("matrices", 2), ("vectors", 1)):
@@ -136,7 +136,7 @@ def _counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
     return ", ".join(parts)
 
 
-def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
+def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
     """The drafter with the weights that place or name tells, in the known geometry that fits; UnsupportedError where
     none does, or a matrix is stored in a way that is no weight's."""
     graph = opened.flat_graph()
@@ -147,29 +147,29 @@ def _by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Col
     with suppress(RoleError, UnsupportedError):
         walked.walk_outside()
         placed = {role.role: role for role in walked.roles}
-    candidates = _candidates(graph)
+    candidates = _find_candidates(graph)
     for geometry in load_mapping("geometries")["geometries"]:
-        config = _config_of(geometry, walked if placed else None, sliding_window)
-        named = _completed(graph, config, placed, candidates)
-        kv = _caches_by_type(graph, config)
+        config = _build_config(geometry, walked if placed else None, sliding_window)
+        named = _find_missing_roles(graph, config, placed, candidates)
+        kv = _find_caches(graph, config)
         if named is None or len(kv) < len(config.kv_layers):
             continue
-        drafter = opened.shard(graph, _walk_of(walked, config, [*placed.values(), *named]), config, kv)
+        drafter = opened.shard(graph, _build_walk(walked, config, [*placed.values(), *named]), config, kv)
         shaped = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
-        counts = _counts(drafter.walk.roles, {role.role for role in named})
-        return replace(drafter, not_proven=(*_once(refusals), shaped, counts))
+        counts = _describe_counts(drafter.walk.roles, {role.role for role in named})
+        return replace(drafter, not_proven=(*_merge_refusals(refusals), shaped, counts))
     raise UnsupportedError(
-        f"{'; '.join(_once(refusals))}. Without a proof it cannot be read either: by place and name, its weights are "
-        "those of no geometry that is known. Please report the file."
+        f"{'; '.join(_merge_refusals(refusals))}. Without a proof it cannot be read either: by place and name, its "
+        "weights are those of no geometry that is known. Please report the file."
     )
 
 
-def _completed(
+def _find_missing_roles(
     graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], candidates: _Candidates
 ) -> list[FoundRole] | None:
     """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
     shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-    named = {by_name.role: by_name for by_name in _named(candidates, shapes)}
+    named = {by_name.role: by_name for by_name in _choose_named(candidates, shapes)}
     shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
     if any(shape_of_role.get(role.role) != role.shape for role in placed.values()):
         return None
@@ -179,7 +179,7 @@ def _completed(
     return list(named.values())
 
 
-def _walk_of(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
+def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
     """What a walk would hold of a graph whose attentions were not read."""
     roles = in_order(roles_found)
     caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
@@ -196,7 +196,7 @@ def _walk_of(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection
     )
 
 
-def _config_of(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
+def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
     """The shape of a known drafter, with what ``walked`` read of norms, gates and soft cap."""
     rest = geometry["published"]
     layers = tuple(
@@ -214,7 +214,7 @@ def _config_of(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_
     return replace(config, final_logit_softcap=walked.soft_cap) if walked.has_head else config
 
 
-def _candidates(graph: FlatGraph) -> _Candidates:
+def _find_candidates(graph: FlatGraph) -> _Candidates:
     """By role, the constants that have a published name of it: each constant's names are looked at once.
     UnsupportedError where a matrix is a rotation, or stored so that LiteRT reads it otherwise."""
     matrices = list[tuple[Value, tuple[str, ...]]]()
@@ -240,7 +240,7 @@ def _candidates(graph: FlatGraph) -> _Candidates:
     return candidates
 
 
-def _named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> Iterator[FoundRole]:
+def _choose_named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> Iterator[FoundRole]:
     """Of the roles of ``shapes`` those that one constant of that shape has a published name of."""
     for role, shape in shapes.items():
         of_shape = [
@@ -266,7 +266,7 @@ def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Colle
             raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
 
 
-def _caches_by_type(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:
+def _find_caches(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:
     """By type of layer, the inputs that hold its K and V: of those of its shape the first, for full layers the last."""
     cache_names = dict[str, tuple[str, str]]()
     for kind, layer in config.kv_layers.items():

@@ -79,7 +79,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
     rule = RULES[name]
     tensors = dict(checkpoint.tensors)
     rounded = dict[int, Weight]()
-    for role in _rounded_roles(checkpoint, format_, dtype):
+    for role in _list_rounded_roles(checkpoint, format_, dtype):
         weight = tensors.get(role.name)
         if weight is None or weight.scheme or not rule.fits(weight):
             continue
@@ -95,7 +95,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
     return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
-def _rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
+def _list_rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
     """The matrices that a rule may round: of an ordered head that the format holds, rows of floats are read."""
     roles = shapes_of(checkpoint.config)
     indices = [role for role in roles if role.kind == INDEX]
@@ -137,7 +137,7 @@ def write(
         tick = counter(reporter, "writing", sum(tensor.length for file in planned.files for tensor in file.tensors))
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
         _compare_written(planned, stage, every_float)
-        record = _record_of(planned, origin, rules[0] if rules else None, files)
+        record = _build_record(planned, origin, rules[0] if rules else None, files)
         # The card is made of the record, which lists it.
         files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
@@ -153,7 +153,9 @@ def write(
     )
 
 
-def _record_of(planned: Plan, origin: Mapping[str, Any], rule: str | None, files: Mapping[str, Any]) -> dict[str, Any]:
+def _build_record(
+    planned: Plan, origin: Mapping[str, Any], rule: str | None, files: Mapping[str, Any]
+) -> dict[str, Any]:
     """The content of ``extraction.json``, in the order in which it is written."""
     return {
         "format_version": 5,
@@ -193,11 +195,11 @@ def convert_checkpoint(
     check_place(target, **to, listed=recorded)
     read = ReadDirectory.of(place)
     planned = prepare(read.checkpoint, chosen, plan)
-    notes = [*read.checkpoint.notes, *_earlier_rounding(read, planned)]
+    notes = [*read.checkpoint.notes, *_note_earlier_rounding(read, planned)]
     return write(planned, target, origin_of(read, planned), notes, **to, reporter=reporter)
 
 
-def _earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
+def _note_earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
     """A note, where the weights were rounded on the way here to what they would not be rounded to now."""
     before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
     if lost := ", ".join(word for word in before if word not in planned.rounded):

@@ -14,7 +14,7 @@ from mtp_extract.checkpoint.rounding import RULES, rounded_again
 from mtp_extract.checkpoint.weight import of_array, row_codes
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.formats import FORMATS
-from mtp_extract.pipeline.identity import how_derived
+from mtp_extract.pipeline.identity import find_chain
 
 Floats = npt.NDArray[np.float32]
 
@@ -84,17 +84,17 @@ def test_numbers_that_a_rule_does_not_take(rule: str, values: Floats, what: str)
 
 def test_roundings_are_told_and_done_again() -> None:
     original = of_array(matrix())
-    assert how_derived(original, original) == ()
+    assert find_chain(original, original) == ()
     assert {rule for listed in FORMATS.values() for rule in listed.rules} <= set(RULES)
     for step in ("BF16", "FP16"):
         once = rounded_again(original, [step])
         assert not np.array_equal(once.array(), original.array())
-        assert how_derived(original, once) == (step,)
+        assert find_chain(original, once) == (step,)
     coded = RULES["int8"].rounded(original)
     scales = rounded_again(coded, ["FP16 scales"])
-    assert how_derived(coded, scales) == ("FP16 scales",)
+    assert find_chain(coded, scales) == ("FP16 scales",)
     np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())
-    assert how_derived(original, coded) == ("int8",)
+    assert find_chain(original, coded) == ("int8",)
     for weight, step in ((original, "FP16 scales"), (of_array(matrix()[0, :40]), "q8_0")):
         with pytest.raises(UnsupportedError):
             rounded_again(weight, [step])
