@@ -1,4 +1,4 @@
-"""The JSON schema of every record that is written, made from its type, with the comments of its fields.
+"""Builds the JSON schema of every record that is written, from its type and the comments of its fields.
 
 ``mtp schema report`` prints one.
 """
@@ -19,11 +19,11 @@ RecordName = Literal["extraction", "report", "bench", "doctor"]
 """The files ``extraction.json`` and ``report.json``, and what ``mtp-bench --json`` and ``mtp-doctor --json`` print."""
 
 _FIELD = r"^((?: +#:? .*\n)*) +(\w+): .*?(?:  #:? (.*))?$"
-"""A field in the source of its type: comments above it, its name, and the comment behind it."""
+"""A field in a type's source: the comments above it, its name, and the comment behind it."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of the record ``name``, a :data:`RecordName`; what it does not list is not written.
+    """Build the schema of the record ``name``, a :data:`RecordName`.
 
     Raises:
         KeyError: there is no such record.
@@ -51,7 +51,7 @@ def _find_type(name: str) -> type:
 
 
 def _walk_types(kind: Any, visited: set[Any]) -> Iterator[type]:
-    """Every type with fields in ``kind``, itself included."""
+    """Yield every type with fields that occurs in ``kind``, itself included."""
     if kind in visited:
         return
     visited.add(kind)
@@ -64,7 +64,7 @@ def _walk_types(kind: Any, visited: set[Any]) -> Iterator[type]:
 
 
 def _read_comments(kind: type) -> dict[str, str]:
-    """By field, as JSON calls it: the comment behind it, or the lines above."""
+    """Return each field's JSON name with the comment behind the field, or the lines above it."""
     names = {name: name for name in get_type_hints(kind)}
     if issubclass(kind, msgspec.Struct):
         names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}

@@ -1,4 +1,4 @@
-"""Weights with a config, wherever they came from."""
+"""A checkpoint: the config and the weights of a drafter, whatever file they are in."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mtp_extract.checkpoint.weight import Weight, constant_weight
 from mtp_extract.errors import CheckpointError, UnsupportedError, few
 
 CODES = "codes"
-"""The output type that keeps the stored integers; what has none is written in F32."""
+"""The output type that keeps stored integers; weights without integers are written in F32."""
 
 Activations = tuple[Activation | None, Activation | None]
-"""The static quantization of what goes into a matrix and of what comes out; None where it is float."""
+"""Static quantization of the input and the output of a matrix; None for a float activation."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Another function that an engine takes a drafter for."""
+    """An engine that silently computes something else than the checkpoint says."""
 
     engine: str
     what: str  # why, and what to do
-    is_error: bool  # whether its layout is made for that engine
+    is_error: bool  # whether the layout is made for that engine
 
     def __str__(self) -> str:
         return f"{self.engine} loads it wrongly: {self.what}"
@@ -35,16 +35,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a bundle, a directory or a training holds; what formats write and read.
+    """A drafter of a bundle, a directory or a training; formats read and write it.
 
     Attributes:
-        config: the drafter's shape, which says its architecture.
+        config: the drafter's shape; its type determines the architecture.
         tensors: role → weight. Optional roles may be absent.
-        dtype: what its floats are stored in, "f32", "bf16" or "f16"; a bundle's are F32.
-        provenance: where it came from, as text by name, for formats with room for it inside the weights file.
-        activations: by role of a matrix, where a graph has static quantization there.
-        unread: what lies or stands beside it, and what is missing there, that changes none of it; each as a clause.
-        findings: of a directory, what engines take for another function than it says.
+        dtype: the stored type of floats, "f32", "bf16" or "f16"; "f32" for a bundle.
+        provenance: where it came from, as text by name, for formats that keep it inside the weights file.
+        activations: role of a matrix → static quantization of its activations, where the graph has it.
+        unread: clauses on files and keys that are extra or missing, and do not change the function.
+        findings: engines that load the directory wrongly.
     """
 
     config: Config
@@ -57,17 +57,17 @@ class Checkpoint:
 
     @property
     def architecture(self) -> Architecture:
-        """Which kind of drafter it is."""
+        """The kind of drafter."""
         return architecture_of(self.config)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the user: what was passed over."""
+        """Notes for the user on what was passed over."""
         return (f"Passed over: {few(self.unread, separator='; ')}.",) if self.unread else ()
 
     @property
     def mtp(self) -> DrafterConfig:
-        """The shape of an MTP drafter; UnsupportedError where it is another drafter's."""
+        """The config of an MTP drafter; UnsupportedError if the architecture is another."""
         if not isinstance(self.config, DrafterConfig):
             raise UnsupportedError(
                 f"Expected an MTP drafter, found {self.architecture.with_article}, which no LiteRT bundle holds. "
@@ -77,10 +77,10 @@ class Checkpoint:
         return self.config
 
     def whole(self) -> Checkpoint:
-        """The same with every role, in order: a layer scalar that nothing states is 1, as every engine wants it there.
+        """Return the checkpoint with every role, in order. A layer scalar that is not stored becomes 1.
 
         Raises:
-            CheckpointError: it lacks a weight that no engine does without.
+            CheckpointError: a required weight is missing.
         """
         tensors: dict[str, Weight] = {}
         for role, shape in shapes_of(self.config).items():

@@ -1,4 +1,4 @@
-"""The stored integers beside a checkpoint of floats, in a folder of their own: engines read every file at the top."""
+"""The stored integers beside a checkpoint of floats, in a subfolder, since engines read every file at the top level."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ CODES_FILE = "codes/codes.safetensors"
 _SCHEMES = "schemes"
 _LARGEST_FACTOR = 1e30
 _PARTS = MappingProxyType({"codes": ("I8", "U8"), "scale": ("F32",), "zero_point": ("I64",)})
-"""The tensors of a matrix, and the types that each may have."""
+"""The tensors of one matrix, and the safetensors types that each may have."""
 
 
 class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the codes of a weight are to be read."""
-
     bits: Literal[2, 4, 8]
-    factor: float  # what was folded into the scales
-    axis: Literal[0] = 0  # scales are those of rows, or of blocks of them
+    factor: float  # folded into the scales
+    axis: Literal[0] = 0  # scales belong to rows, or to blocks of a row
 
 
 def add_codes(plan: Plan) -> Plan:
-    """``plan`` with a file more, if any matrix that it stores as floats has integers: these, scales and zero points."""
+    """Return ``plan`` with a further file: codes, scales and zero points of the matrices that it stores as floats.
+
+    A plan without such matrices is returned as it is.
+    """
     weights, *others = plan.files
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}
@@ -58,7 +59,7 @@ def add_codes(plan: Plan) -> Plan:
 
 
 def _plan_matrix(name: str, weight: Weight, scheme: Packing) -> Iterator[PlannedTensor]:
-    """The integers of a matrix as they are stored, with a scale and a zero point a row, or a block of it."""
+    """Plan the codes of a matrix as they are stored, with one scale and one zero point per row or block."""
     steps = weight.steps
     if isinstance(weight, Constant):
         scale = weight.source.scale
@@ -73,10 +74,10 @@ def _plan_matrix(name: str, weight: Weight, scheme: Packing) -> Iterator[Planned
 
 
 def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """``weights``, by role, read from ``directory``, with the codes that lie beside its floats, if any.
+    """Return ``weights``, by role, with the codes that ``directory`` holds beside their floats, if any.
 
     Raises:
-        CheckpointError: the codes are damaged, or the floats are not what they stand for.
+        CheckpointError: the codes are damaged, or do not give the floats.
     """
     path = directory / CODES_FILE
     if not os.path.lexists(path):
@@ -85,8 +86,8 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
     tensors = dict(weights)
     with report_damage(path, "not the codes of its matrices, or damaged: {}"):
         for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():
-            # Roles that are one stored tensor have one set of codes.
-            floats = {r: w for r, w in weights.items() if isinstance(w, Stored) and w.name == name}
+            # Roles that share a stored tensor share its codes.
+            floats = {role: w for role, w in weights.items() if isinstance(w, Stored) and w.name == name}
             parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
             tensors |= dict.fromkeys(
                 floats, _read_checked_codes(path, name, next(iter(floats.values()), None), scheme, parts)
@@ -99,11 +100,11 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
 def _read_checked_codes(
     path: Path, name: str, floats: Stored | None, scheme: _Scheme, parts: Mapping[str, StoredTensor]
 ) -> Weight:
-    """The codes of the matrix called ``name``; ValueError where they are damaged or not those of its ``floats``."""
+    """Read the codes of the matrix called ``name``; ValueError if they are damaged or do not give its ``floats``."""
     coded = _read_codes(path, floats.shape, scheme, parts) if floats is not None else None
     if floats is None or coded is None:
-        what = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
-        raise ValueError(f"{name}: expected {what}, found others")
+        wanted = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
+        raise ValueError(f"{name}: expected {wanted}, found others")
     if not same_weight(round_weight(coded, floats.dtype.rounding), floats):
         raise ValueError(f"the codes of {name} are not those of its floats")
     return coded
@@ -112,18 +113,18 @@ def _read_checked_codes(
 def _read_codes(
     path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]
 ) -> Weight | None:
-    """The codes of a matrix of ``shape``; None where a part is missing, damaged, or of another type or shape."""
+    """Read the codes of a matrix; None if a part is missing, damaged, or has the wrong type or shape."""
     if len(shape) != 2 or any(part not in parts or parts[part].dtype not in types for part, types in _PARTS.items()):
         return None
     codes = parts["codes"]
     size, zeros = (read_array(path, parts[part]).reshape(-1) for part in ("scale", "zero_point"))
-    sound = np.isfinite(size).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR
-    steps = Steps.spread(size, zeros, shape, scheme.factor) if sound and size.size == zeros.size else None
+    is_sound = np.isfinite(size).all() and 0 < abs(scheme.factor) < _LARGEST_FACTOR and size.size == zeros.size
+    steps = Steps.spread(size, zeros, shape, scheme.factor) if is_sound else None
     if steps is None or codes.shape != shape:
         return None
     packing = Packing(scheme.bits, codes.dtype == "I8")
 
-    def rows(first: int, last: int) -> Integers:
+    def read(first: int, last: int) -> Integers:
         return read_rows(path, codes, first, last).view(packing.dtype)
 
-    return Weight(shape, rows, packing, steps, origin=(path, codes.offset))
+    return Weight(shape, read, packing, steps, origin=(path, codes.offset))

@@ -1,8 +1,8 @@
-"""JSON objects in files that may be anything, and what a file says compared with what we would write there.
+"""Reads JSON objects of untrusted files, and compares a config with the one that we would write.
 
-A format reads the keys that count, writes of them what it would write, and compares: :func:`compare_document`. What
-makes another function of the drafter is refused; every other difference is told, and refuted only where a proof is
-asked for.
+A format reads the keys that matter, builds the config that it would write for that drafter, and compares the two with
+:func:`compare_document`. A key that changes the drafter's function is an error. Every other difference is a note, and
+an error only where a proof is asked for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from mtp_extract.errors import CheckpointError, escape, few
 from mtp_extract.io.files import read_regular
 
 _LARGEST = 1 << 26
-"""Bytes of a file."""
+"""Most bytes of a JSON file."""
 
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
-"""What is not there, in each of its forms."""
+"""Values that mean *absent*."""
 
 _LABELS = ("architectures",)
-"""Keys that we write, by which engines find a class and from which nothing is computed."""
+"""Keys that we write and engines choose a class by; nothing is computed from them."""
 
 _FLOATS = "floats in BF16, F16 or F32"
 _WITHOUT = "a drafter without it"
@@ -65,23 +65,23 @@ DANGEROUS: Mapping[str, Danger] = MappingProxyType(
         "vocab_size_per_layer_input": ("embeddings for every layer", (0,), _WITHOUT),
     }
 )
-"""Keys that change the function, where no format reads them: what each is, the values that change nothing, and what to
-ask for instead. A ``*`` stands for anything, and what stands before a dot is any place."""
+"""Keys that change the drafter's function where no format reads them: key → (meaning, values that change nothing, what
+to ask for instead). ``*`` matches anything, and a key matches at any depth of the document."""
 
 HARMLESS = (
-    # What it is computed in, how long a text may be, whose it is, and what counts in training alone.
+    # The type of computation, the longest text, the origin, and settings of training.
     *("dtype", "torch_dtype", "*_token_id", "*_token_index", "max_position_embeddings", "initializer_range"),
     *("attention_dropout", "transformers_version", "_name_or_path", "problem_type", "use_cache", "_from_model_config"),
-    # What a model gives beside its result, of which a drafter has none.
+    # Further outputs of a model, of which a drafter has none.
     *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "id2label"),
     *("label2id", "return_dict"),
 )
-"""Keys from which nothing is computed, of any value."""
+"""Keys that may have any value, since nothing is computed from them."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A place at which a document is not as expected: keys joined by dots, and both values; None for what is absent."""
+    """A place (keys joined by dots) at which a document differs, with both values; None means absent."""
 
     place: str
     expected: Any
@@ -95,10 +95,11 @@ class Difference:
 
 @contextmanager
 def report_damage(path: Path, damaged: str, advice: str = "Extract or fetch it again.") -> Iterator[None]:
-    """Around reading the file at ``path``: what opening or parsing it raises is a CheckpointError that names it.
+    """Turn every error of opening or parsing the file at ``path`` into a CheckpointError that names it.
 
     Args:
-        damaged: what is wrong with it, with ``{}`` for the ValueError.
+        damaged: the message for a ValueError, whose text replaces ``{}``.
+        advice: the end of the message.
     """
     try:
         yield
@@ -107,35 +108,35 @@ def report_damage(path: Path, damaged: str, advice: str = "Extract or fetch it a
     except RecursionError as error:
         raise CheckpointError(f"{escape(path)}: nested more deeply than any such file. {advice}") from error
     except ValueError as error:
-        # It may hold a name of full length, and then the reason.
+        # Long enough for a name of full length and the reason after it.
         raise CheckpointError(f"{escape(path)}: {damaged.format(escape(error, 500))}. {advice}") from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``text`` says in JSON: finite numbers, and each key of an object once.
+    """Parse JSON strictly: numbers are finite, and an object has each key once.
 
     Raises:
-        ValueError, RecursionError: it is none, or nested too deeply.
+        ValueError, RecursionError: ``text`` is not such JSON, or nested too deeply.
     """
 
-    def finite(text: str) -> float:
+    def parse_finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
             raise ValueError(f"{text} is no number")
         return number
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(document := dict(pairs)) != len(pairs):
             raise ValueError("a key stands there twice")
         return document
 
-    return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
+    return json.loads(text, parse_constant=parse_finite, parse_float=parse_finite, object_pairs_hook=build_object)
 
 
 def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[str, Any]:
-    """The object in the file at ``path``, in UTF-8; ``advice`` ends a refusal.
+    """Read the JSON object in the file at ``path``, in UTF-8; ``advice`` ends an error's text.
 
     Raises:
-        CheckpointError: it cannot be read, is too large, or holds something else.
+        CheckpointError: the file cannot be read, is too large, or holds something else.
     """
     with report_damage(path, "not valid JSON ({})", advice):
         content = parse_json(read_regular(path, _LARGEST).decode("utf-8"))
@@ -145,9 +146,9 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
 
 
 def differences(expected: Any, found: Any, close: float = 0.0, place: str = "") -> Iterator[Difference]:
-    """Where ``found`` is not ``expected``, key by key; a key that is absent counts as one that is None.
+    """Yield every place at which ``found`` differs from ``expected``, key by key. An absent key equals None.
 
-    Floats may differ by the share ``close`` of what is expected.
+    Floats may differ by the share ``close`` of the expected number.
 
     >>> list(differences({"a": {"b": 1}}, {"a": {"b": 2}}))
     [Difference(place='a.b', expected=1, found=2)]
@@ -164,7 +165,7 @@ def differences(expected: Any, found: Any, close: float = 0.0, place: str = "") 
 def _is_close(expected: Any, found: Any, close: float) -> bool:
     if not isinstance(expected, float) or not isinstance(found, int | float):
         return bool(expected == found)
-    # Not a difference: an integer of a configuration may be too large for a float.
+    # Compared without subtracting: an integer of a config may be too large for a float.
     return expected - close * abs(expected) <= found <= expected + close * abs(expected)
 
 
@@ -181,19 +182,19 @@ def compare_document(
     means_the_same: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
     computes: bool = True,
 ) -> tuple[str, ...]:
-    """Compare what the file at ``path`` says with what we would write there of the drafter that was read of it.
+    """Compare the ``document`` in the file at ``path`` with the one that we would write for the same drafter.
 
     Args:
-        harmless: keys of any value, besides :data:`HARMLESS`, as :data:`DANGEROUS` names keys.
-        means_the_same: by key, values that mean the same as what we would write.
-        computes: whether a key of that file may change what the drafter computes; else nothing is refused.
+        harmless: further keys that may have any value, in the notation of :data:`DANGEROUS`.
+        means_the_same: key → values that mean the same as the one that we would write.
+        computes: whether keys of this file may change what the drafter computes; if not, no key is an error.
 
     Returns:
-        What it says that nothing here reads, or leaves out, as at most one clause that names the file.
+        At most one clause, which names the file and the keys that were not read or are missing.
 
     Raises:
-        CheckpointError: it says what makes another function of the drafter: a key of :data:`DANGEROUS`, or another
-            value of a key that we would write.
+        CheckpointError: a key of :data:`DANGEROUS`, or a key that we would write with another value, changes the
+            drafter's function.
     """
     unread = list[Difference]()
     for difference in differences(expected, document):
@@ -208,22 +209,21 @@ def compare_document(
             continue
         is_of_the_function = danger is not None or (difference.expected is not None and place not in _LABELS)
         if computes and is_of_the_function and difference.found is not None:
-            raise _contradiction(path, difference, danger)
+            _refuse_document(path, difference, danger)
         unread.append(difference)
     return (f"{escape(path.name)} {few(unread, separator=' and ')}",) if unread else ()
 
 
-def _contradiction(path: Path, difference: Difference, danger: Danger | None) -> CheckpointError:
-    """That the file at ``path`` says what makes another function of the drafter."""
+def _refuse_document(path: Path, difference: Difference, danger: Danger | None) -> NoReturn:
     if danger is not None:
-        what, _, replacement = danger
+        meaning, _, replacement = danger
         advice = f"Ask for {replacement}."
     else:
-        what = f"not {escape(difference.expected)}, as its other keys and tensors have it"
+        meaning = f"not {escape(difference.expected)}, as its other keys and tensors have it"
         advice = "Fetch it again, or ask whoever made it which is right."
-    return CheckpointError(f"{escape(path)}: {difference}: {what}; it is not read. {advice}")
+    raise CheckpointError(f"{escape(path)}: {difference}: {meaning}; it is not read. {advice}")
 
 
 def _find_pattern(place: str, names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The first of ``names`` that means the key at ``place``; empty for none."""
+    """Return the first pattern of ``names`` that matches the key at ``place``, or the empty string."""
     return next((name for name in names if fnmatchcase(f".{place}", f"*.{name}")), "")

@@ -1,10 +1,10 @@
-"""The types of tensors in files: floats, rounded from float32 and back, and codes of 2, 4 and 8 bits, packed.
+"""Types of tensors in files: floats, rounded from float32 and back, and packed codes of 2, 4 and 8 bits.
 
-Rows: each begins on a byte, its first element lies in the lowest bits, and what is stored is the code plus half its
-range. MLX's ``uint32`` and compressed-tensors' ``int32`` are these bytes, four at a time, little-endian.
+Packed rows: every row begins on a byte, the first element lies in the lowest bits, and the stored number is the code
+plus half its range. MLX's ``uint32`` and compressed-tensors' ``int32`` are these bytes, four at a time, little-endian.
 
-Blocks of GGUF: a row is cut into blocks of 32, each an FP16 step and its codes. Q8_0: 32 times int8. Q4_0: 16 bytes, of
-which byte j holds the code of element j in its low half and that of element j + 16 in its high half, both plus 8
+GGUF blocks: a row is cut into blocks of 32, each an FP16 step and its codes. Q8_0 has 32 int8. Q4_0 has 16 bytes: byte
+j holds the code of element j in its low half and that of element j + 16 in its high half, both plus 8
 (``block_q4_0`` and ``block_q8_0`` of ggml-common.h).
 """
 
@@ -31,19 +31,19 @@ class Dtype:
     """A floating-point type."""
 
     type: TensorType
-    safetensors: str  # its name there
-    transformers: str  # and there
-    rounding: str  # what a record calls a rounding to it; empty for F32, in which everything is computed
-    roundoff: float  # the most by which rounding changes a number, as a share of it (FP16: while it is normal)
+    safetensors: str  # its name in safetensors
+    transformers: str  # its name in transformers
+    rounding: str  # the name of rounding to it in a record; empty for F32, in which everything is computed
+    roundoff: float  # largest relative error of rounding (FP16: of normal numbers)
 
     def narrow(self, values: Floats, name: str) -> npt.NDArray[np.generic]:
-        """Finite numbers, flat, rounded to the nearest, ties to even; BF16 as uint16.
+        """Round finite numbers, float32 ``[n]``, to the nearest, ties to even; BF16 as uint16.
 
         Args:
-            name: of the tensor, for the message.
+            name: the tensor's, for the error text.
 
         Raises:
-            UnsupportedError: a number leaves the type's range.
+            UnsupportedError: a number is beyond the type's range.
         """
         try:
             return round_floats(values, self.type)
@@ -52,7 +52,7 @@ class Dtype:
             raise UnsupportedError(why, remedies=("dtype=f32",)) from error
 
     def widen(self, stored: bytes | memoryview) -> Floats:
-        """Stored little-endian bytes as float32, exactly."""
+        """Return stored little-endian bytes as float32, exactly."""
         return widened(stored, self.type)
 
 
@@ -63,13 +63,13 @@ DTYPES = MappingProxyType(
         "f16": Dtype(TensorType.FLOAT16, "F16", "float16", "FP16", 2.0**-11),
     }
 )
-"""Output types by their name on the command line."""
+"""Command-line name → float type."""
 
 ROUNDED_TO = MappingProxyType({dtype.rounding: dtype for dtype in DTYPES.values()})
-"""The same by what a record calls a rounding to the type."""
+"""Name of the rounding in a record → float type."""
 
 FLOAT_NAMES = MappingProxyType({dtype.safetensors: dtype for dtype in DTYPES.values()})
-"""And by the names of types in files."""
+"""Name in files → float type."""
 
 BLOCKS = MappingProxyType(
     {
@@ -81,24 +81,24 @@ BLOCKS = MappingProxyType(
         "Q8_0": (32, 34),
     }
 )
-"""Elements and bytes of the least piece of every type, by its name in safetensors and GGUF."""
+"""Name in safetensors or GGUF → elements and bytes of the smallest piece of the type."""
 
 ARRAYS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)}
-"""Types of small arrays, which are written and read as a whole."""
+"""Types of small arrays, which are read and written in one piece."""
 
 BLOCK = 32
-"""Neighbouring elements of a row that share a step in GGUF."""
+"""Elements of a row that share a step in GGUF."""
 
 
 def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
-    """Bytes of a packed row, a multiple of ``unit``."""
+    """Return the bytes of a packed row, rounded up to a multiple of ``unit``."""
     return -(-columns * bits // (8 * unit)) * unit
 
 
 def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
-    """``codes``, int8 ``[rows, columns]`` in ``bits`` bits, as ``[rows, row_bytes(columns, bits, unit)]``.
+    """Pack ``codes``, int8 ``[rows, columns]`` of ``bits`` bits, as ``[rows, row_bytes(columns, bits, unit)]``.
 
-    What fills a row up is 0.
+    Rows are padded with 0.
     """
     rows, columns = codes.shape
     stored = np.zeros((rows, row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
@@ -107,7 +107,7 @@ def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
 
 
 def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
-    """What :func:`pack` packed: int8 ``[rows, columns]``."""
+    """Undo :func:`pack`: int8 ``[rows, columns]``."""
     stored = unpack_bytes(packed, bits)[:, :columns]
     codes: Codes = (stored - np.uint8(1 << bits - 1)).view(np.int8)
     return codes
@@ -115,19 +115,21 @@ def unpack(packed: Bytes, bits: int, columns: int) -> Codes:
 
 @dataclass(frozen=True)
 class BlockType:
-    """How 32 codes and their step lie in bytes."""
+    """A block type of GGUF: how 32 codes and their step are stored."""
 
-    name: str  # GGUF's
+    name: str  # in GGUF
     bits: int  # of a code: 4 or 8
 
     @property
     def block(self) -> np.dtype[Any]:
-        """A block in a file: its step, and the bytes of its codes."""
+        """NumPy type of one block in a file: its step, and the bytes of its codes."""
         return np.dtype([("step", "<f2"), ("codes", "u1", (BLOCK * self.bits // 8,))])
 
     def pack(self, codes: Integers, steps: Floats) -> Bytes:
-        """Codes, int8 ``[rows, columns]``, and their steps, which FP16 holds, each for one block of a row or several:
-        ``[rows, bytes of a row]``."""
+        """Pack codes, int8 ``[rows, columns]``, and their steps as ``[rows, bytes of a row]``.
+
+        Steps are exact in FP16; each belongs to one block of a row, or to several in a row.
+        """
         rows, blocks = len(codes), codes.shape[1] // BLOCK
         packed = np.empty((rows, blocks), self.block)
         packed["step"] = np.repeat(steps, blocks // steps.shape[1], axis=1)
@@ -139,17 +141,17 @@ class BlockType:
         return packed.view(np.uint8)
 
     def codes(self, rows: Bytes) -> Codes:
-        """The codes in ``rows``, ``[rows, bytes of a row]``: ``[rows, columns]``."""
+        """Return the codes in ``rows``, ``[rows, bytes of a row]``, as int8 ``[rows, columns]``."""
         stored = rows.view(self.block)["codes"]
         if self.bits == 4:
             stored = np.concatenate([stored & np.uint8(15), stored >> np.uint8(4)], axis=-1) - np.uint8(8)
         return np.ascontiguousarray(stored).view(np.int8).reshape(len(rows), -1)
 
     def steps(self, rows: Bytes) -> Floats:
-        """The steps in them: float32 ``[rows, columns / 32]``."""
+        """Return the steps in ``rows``, ``[rows, bytes of a row]``, as float32 ``[rows, columns / 32]``."""
         scales: Floats = rows.view(self.block)["step"].astype(np.float32)
         return scales
 
 
 BLOCK_TYPES = MappingProxyType({4: BlockType("Q4_0", 4), 8: BlockType("Q8_0", 8)})
-"""Each by the bits of its codes."""
+"""Bits of a code → block type."""

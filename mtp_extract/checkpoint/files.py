@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written piece by piece, read back and compared. The bytes depend on the input alone."""
+"""Writes the files of a checkpoint piece by piece and reads them back. Their bytes depend on the input alone."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _READ = 1 << 18
 
 @dataclass(frozen=True)
 class Container:
-    """A kind of file with tensors: a header that says where they lie, then their data, one after another."""
+    """A file type for tensors: a header with their places, then their data, one after another."""
 
-    read_tensors: Callable[[Path], Mapping[str, StoredTensor]]  # checked against the file's size; CheckpointError
-    # The header, of tensors whose offsets count from its end, and of what it says beside them.
+    read_tensors: Callable[[Path], Mapping[str, StoredTensor]]  # raises CheckpointError if the header is damaged
+    # Builds the header of (tensors whose offsets count from the header's end, metadata).
     make_header: Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], bytes]
-    alignment: int = 1  # every tensor begins at a multiple of so many bytes
+    alignment: int = 1  # every tensor begins at a multiple of this many bytes
 
 
 CONTAINERS = {
     ".safetensors": Container(lambda path: read_safetensors(path)[0], build_safetensors_header),
     ".gguf": Container(lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT),
 }
-"""Every kind of file with tensors, by the ending of its name."""
+"""Ending of a file's name → its type."""
 
 TENSOR_FILES = tuple(CONTAINERS)
-"""Endings of the names of files of tensors."""
+"""Endings of the names of files with tensors."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class PlannedTensor:
 
     name: str
     dtype: str  # a name in BLOCKS
-    shape: tuple[int, ...]  # of the array, not of its bytes
-    produce: Callable[[], Iterator[npt.NDArray[Any]]] = field(repr=False)  # the data in order, as arrays of any shape
+    shape: tuple[int, ...]  # of the array, not of its stored bytes
+    produce: Callable[[], Iterator[npt.NDArray[Any]]] = field(repr=False)  # the data in order, in arrays of any shape
 
     @property
     def length(self) -> int:
@@ -66,11 +66,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file of a checkpoint: ``tensors``, in the container its ending names, or, where there are none, ``text``.
+    """A file of a checkpoint: it holds ``tensors``, in the container that its name ends in, or ``text``.
 
     Attributes:
-        metadata: what the header says beside the tensors, in the container's terms.
-        notes: what a user should know of what is no weight and is not held, or held as nowhere else.
+        metadata: further entries of the header, in the container's terms.
+        notes: for the user, on settings that the file cannot hold, or holds in a way of its own.
     """
 
     name: str
@@ -81,36 +81,39 @@ class OutputFile:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """``document`` as every JSON file of a checkpoint is written."""
+    """Format ``document`` as every JSON file of a checkpoint is written."""
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def plan_rows(
-    name: str, weight: Weight, dtype: str, made: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
+    name: str, weight: Weight, dtype: str, produce_rows: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
 ) -> PlannedTensor:
-    """A tensor of what is ``made`` of some rows ``[first, last)`` of ``weight`` at a time; of its shape by default."""
-    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (made(*rows) for rows in row_ranges(weight)))
+    """Plan a tensor whose data ``produce_rows(first, last)`` gives, for a few rows of ``weight`` at a time.
+
+    ``shape`` is that of ``weight`` by default.
+    """
+    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (produce_rows(*r) for r in row_ranges(weight)))
 
 
 def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
-    """A small array as it is."""
-    dtype = next(name for name, dtype_known in ARRAYS.items() if dtype_known == array.dtype)
+    """Plan a small array, stored as it is."""
+    dtype = next(name for name, array_type in ARRAYS.items() if array_type == array.dtype)
     return PlannedTensor(name, dtype, array.shape, lambda: iter([array]))
 
 
 def read_header(path: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of the file at ``path``; CheckpointError where it is damaged, or another kind than its name says."""
+    """Read the places of tensors in the file at ``path``; CheckpointError if it is damaged or of another type."""
     return CONTAINERS[path.suffix].read_tensors(path)
 
 
 def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
-    """Write ``file`` into ``folder`` and read it back; its size and SHA-256, as a record has them.
+    """Write ``file`` into ``folder`` and read it back. Return its size and SHA-256 for the record.
 
     Args:
         advance: called with the number of bytes written since the last call.
 
     Raises:
-        OutputError: it cannot be written, or reads back differently.
+        OutputError: the file cannot be written, or reads back differently.
         Interrupted: a signal came.
     """
     path = folder / file.name
@@ -120,7 +123,7 @@ def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = 
     if container:
         header = container.make_header(places, file.metadata)
     else:
-        # Lone surrogates, from names that are not UTF-8, cannot be written; they are shown as escapes instead.
+        # Lone surrogates, from names that are not UTF-8, cannot be encoded; they become escapes.
         header = file.text.encode("utf-8", "backslashreplace")
 
     data = (piece for tensor in file.tensors for piece in _produce_bytes(tensor, alignment))
@@ -135,7 +138,7 @@ def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = 
 
 
 def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, advance: Callable[[int], None]) -> str:
-    """Write a file of ``size`` bytes; their XXH3-128."""
+    """Write a file of ``size`` bytes. Return their XXH3-128."""
     offset = 0
     digest = xxh3_128()
     with new_file(path, size) as descriptor:
@@ -148,7 +151,7 @@ def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, a
 
 
 def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:
-    """Where ``tensors`` lie behind a header, by name, and the bytes of them all."""
+    """Return each tensor's place, with offsets from the header's end, and the bytes of all data."""
     places = dict[str, StoredTensor]()
     end = 0
     for tensor in tensors:
@@ -158,7 +161,7 @@ def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[di
 
 
 def _produce_bytes(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
-    """The bytes of ``tensor``, and what fills them up."""
+    """Yield the bytes of ``tensor`` and the padding behind them."""
     written = 0
     for rows in tensor.produce():
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
@@ -170,15 +173,16 @@ def _produce_bytes(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | me
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of the bytes of the file at ``path``."""
+    """Return the SHA-256 of the file at ``path``."""
     return _compute_sums(path)[1]
 
 
 def _compute_sums(path: Path) -> tuple[str, str]:
-    """XXH3-128 and SHA-256 of the bytes of the file at ``path``."""
-    quick, digest = xxh3_128(), hashlib.sha256()
+    """Return XXH3-128 and SHA-256 of the file at ``path``."""
+    xxh3 = xxh3_128()
+    sha256 = hashlib.sha256()
     with open_regular(path) as file:
         while piece := file.read(_READ):
-            quick.update(piece)
-            digest.update(piece)
-    return quick.hexdigest(), digest.hexdigest()
+            xxh3.update(piece)
+            sha256.update(piece)
+    return xxh3.hexdigest(), sha256.hexdigest()

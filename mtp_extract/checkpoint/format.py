@@ -1,6 +1,6 @@
-"""What a format is, and what it makes of a checkpoint: how each weight is stored, and the files to write.
+"""The protocol of a format, and its plan for a checkpoint: how each weight is stored, and the files to write.
 
-How each weight is stored is decided once, for writing, comparing and the record.
+How a weight is stored is decided once, for writing, comparing and the record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mtp_extract.errors import CheckpointError, escape, few
 FLOATS = "floats"
 INDICES = "indices"
 NOTHING = "nothing"
-"""What else than codes may be stored of a weight; indices are those of an ordered head, which are no numbers."""
+"""Ways to store a weight, beside :data:`CODES`: INDICES are the integers of an ordered head, NOTHING leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class StoredAs:
     """How a format stores a weight.
 
     Attributes:
-        how: :data:`CODES`, :data:`FLOATS`, :data:`INDICES`, or :data:`NOTHING` where the weight is left out.
-        weight: with the codes and scales that are written, or with the numbers that are rounded.
-        rounded_to: to what its numbers or the scales of its codes are ("BF16", "FP16", "F32"); empty if they are not.
-        why: why it or its codes are not stored, and what stores them; empty where they are, or where it has none.
+        how: :data:`CODES`, :data:`FLOATS`, :data:`INDICES` or :data:`NOTHING`.
+        weight: has the codes and scales that are written, or the floats before rounding.
+        rounded_to: the type to which its floats or the scales of its codes are rounded ("BF16", "FP16", "F32"), or "".
+        why: the reason for which the weight or its codes are not stored, and what stores them; else empty.
     """
 
     how: str
@@ -46,64 +46,67 @@ class StoredAs:
 
     @property
     def written(self) -> Weight:
-        """What reading it back gives, to the bit."""
+        """The weight as it reads back, to the bit."""
         return round_weight(self.weight, self.rounded_to) if self.how == FLOATS else self.weight
 
-    def remarks(self) -> Iterator[tuple[str, str]]:
-        """What was done to it, and why or how, where one expects it to be stored as it is."""
+    def list_changes(self) -> Iterator[tuple[str, str]]:
+        """Yield each way in which it is not stored as it is, with the reason or the size of the change."""
         if self.why:
             yield "Left out" if self.how == NOTHING else "In floats", f"because {self.why}"
         if self.rounded_to:
-            what = "scales of codes" if self.how == CODES else "numbers"
-            most = ROUNDED_TO.get(self.rounded_to, DTYPES["f32"]).roundoff
-            yield "Rounded", f"{what} to {self.rounded_to}, by at most {most:.1e} of each"
+            numbers = "scales of codes" if self.how == CODES else "numbers"
+            roundoff = ROUNDED_TO.get(self.rounded_to, DTYPES["f32"]).roundoff
+            yield "Rounded", f"{numbers} to {self.rounded_to}, by at most {roundoff:.1e} of each"
 
     def tensor(self, name: str) -> PlannedTensor:
-        """Its numbers, rounded, or indices, as a tensor called ``name``; infinities and NaN are refused."""
+        """Plan its rounded floats, or its indices, as a tensor called ``name``.
+
+        Producing the floats raises CheckpointError for an infinity or NaN.
+        """
         if self.how == INDICES:
             return plan_array(name, self.weight.indices())
         dtype = ROUNDED_TO[self.rounded_to]
 
-        def rounded(first: int, last: int) -> Rows:
+        def round_rows(first: int, last: int) -> Rows:
             numbers = self.weight.floats(first, last).reshape(-1)
             if not np.isfinite(numbers).all():
                 why = "expected finite numbers, found others: what it was read from is damaged."
                 raise CheckpointError(f"{escape(name)}: {why}")
             return dtype.narrow(numbers, name)
 
-        return plan_rows(name, self.weight, dtype.safetensors, rounded)
+        return plan_rows(name, self.weight, dtype.safetensors, round_rows)
 
 
 def store_floats(weight: Weight, dtype: str, why: str = "the format holds floats only") -> StoredAs:
-    """In ``dtype``, "f32", "bf16" or "f16"; ``why`` says why codes, if there are any, are not stored."""
+    """Store floats in ``dtype``, "f32", "bf16" or "f16"; ``why`` is the reason for not storing the codes, if any."""
     return StoredAs(FLOATS, weight, DTYPES[dtype].rounding, why if weight.scheme is not None else "")
 
 
 class Format(Protocol):
-    """A directory layout that engines load. One object in :mod:`mtp_extract.formats` each."""
+    """A directory layout that engines load; every format is an object in :mod:`mtp_extract.formats`."""
 
     name: str  # as users call it
-    marker: str  # the file with the configuration; a pattern where its name says more than the format's
-    weights_file: str  # the file with the weights, likewise
-    further_files: tuple[str, ...]  # names of what else is written
+    marker: str  # name of the file with the config, or a pattern
+    weights_file: str  # name of the file with the weights, or a pattern
+    further_files: tuple[str, ...]  # names of the other files
 
     def store(self, role: Role, weight: Weight, dtype: str) -> StoredAs:
-        """How a weight will be stored, before a byte is written."""
+        """Decide how a weight will be stored."""
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
-        """``checkpoint`` as it will be written in ``dtype``, "f32", "bf16", "f16", or "codes" for a format of integers.
+        """Plan the files of ``checkpoint`` in ``dtype``: "f32", "bf16", "f16", or "codes" for a format of integers.
 
         Raises:
-            UnsupportedError: something that the format cannot express.
-            CheckpointError: the checkpoint lacks a weight that no engine does without.
+            UnsupportedError: the format cannot express the checkpoint.
+            CheckpointError: a required weight is missing.
         """
 
     def read(self, directory: Path) -> Checkpoint:
-        """What the directory holds; weights are read when asked for.
+        """Read the checkpoint in ``directory``; the weights themselves are read when they are used.
 
         Raises:
-            CheckpointError: its configuration is damaged, incomplete, another model's, or says what makes another
-                function of the drafter; or a tensor is missing, unexpected or of another shape.
+            CheckpointError: the config is damaged, incomplete, another model's, or changes the drafter's function; or
+                a tensor is missing, unexpected or of the wrong shape.
         """
 
 
@@ -113,9 +116,9 @@ class Plan:
 
     Attributes:
         layout: the format's name.
-        dtype: what was asked for, as of :meth:`Format.plan`.
-        stored: by role, every role that the architecture has.
-        roles: of each tensor that holds a weight in floats, or indices: the role; several may share a tensor.
+        dtype: as passed to :meth:`Format.plan`.
+        stored: role → how it is stored, for every role of the architecture.
+        roles: name of a tensor of floats or indices → one of the roles that it holds.
         files: the files to write, the weights first.
     """
 
@@ -127,31 +130,30 @@ class Plan:
     files: tuple[OutputFile, ...]
 
     def has(self, how: str) -> bool:
-        """Whether any weight is stored so."""
+        """Whether any weight is stored in the way ``how``."""
         return any(stored_as.how == how for stored_as in self.stored.values())
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Where engines do not do what the checkpoint says, as the format notes it."""
+        """Notes of the format on engines that do not do what the checkpoint says."""
         return self.files[0].notes
 
     @property
     def rounded(self) -> list[str]:
-        """What the numbers that engines load are rounded to, and the scales of codes; whether codes lie beside them or
-        not."""
+        """The types to which floats, or scales of codes, are rounded, even if codes lie beside the floats."""
         rounded = [stored_as for stored_as in self.stored.values() if stored_as.rounded_to]
         return sorted({stored_as.rounded_to + SCALES * (stored_as.how == CODES) for stored_as in rounded})
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the weights are stored, where codes were to be."""
+        """Notes for the user on weights that are left out, or not stored as the codes that were asked for."""
         has_codes = self.has(CODES)
-        roles_by_remark = defaultdict[tuple[str, str], list[str]](list)
+        roles_by_change = defaultdict[tuple[str, str], list[str]](list)
         for role, stored_as in self.stored.items():
             if has_codes or stored_as.how == NOTHING:
-                for remark in stored_as.remarks():
-                    roles_by_remark[remark].append(role)
-        notes = [f"{what}: {few(roles, 4)}, {why}." for (what, why), roles in roles_by_remark.items()]
+                for change in stored_as.list_changes():
+                    roles_by_change[change].append(role)
+        notes = [f"{change}: {few(roles, 4)}, {why}." for (change, why), roles in roles_by_change.items()]
         if self.dtype == CODES and not has_codes:
             notes.append("All is in floats: no matrix has integers that the format holds (--quantize makes them).")
         return tuple(notes)
@@ -160,21 +162,24 @@ class Plan:
 def store_all(
     store: Callable[[Role, Weight, str], StoredAs], checkpoint: Checkpoint, dtype: str
 ) -> dict[str, StoredAs]:
-    """How each weight of ``checkpoint`` will be stored, by role, in order; ``store`` is a format's. Raises as
-    :meth:`Checkpoint.whole`."""
+    """Decide by ``store``, a format's, how each weight is stored: role → decision, in order.
+
+    Raises:
+        CheckpointError: a required weight is missing.
+    """
     tensors = checkpoint.whole().tensors
     return {role.name: store(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
 
 
 def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> None:
-    """Compare what was read ``back`` with what was to be written, bit for bit.
+    """Require that the checkpoint that was read ``back`` has the planned weights, bit for bit.
 
     Args:
-        every_float: whether all floats are made again and compared, or those of the first and the last rows of each
-            weight, which show that it is the role's.
+        every_float: compare all floats; if False, only those of the first and the last rows of each weight, which show
+            that roles are not mixed up.
 
     Raises:
-        CheckpointError: names the first role of which something else was read.
+        CheckpointError: a weight differs; the text names its role.
     """
     same_floats = same_weight if every_float else has_same_ends
     for role, stored_as in plan.stored.items():

@@ -1,7 +1,7 @@
-"""``extraction.json``, version 5: where a checkpoint came from, and what was done to it.
+"""``extraction.json``, version 5: where a checkpoint came from, and how it was processed.
 
-It holds provenance, not evidence: what a bundle decides is derived from the bundle again where a directory is checked.
-Nothing in it depends on the clock, the machine or the path: the same input gives the same bytes.
+It states the origin and proves nothing: checking a directory derives everything from the bundle again. No field depends
+on the clock, the machine or a path: the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtp_extract.checkpoint.checkpoint import Activations, Checkpoint
 from mtp_extract.io.typed import Bounds, Count, Excerpt, Positive, Record, Sha256, Tool
 
 CHECKPOINT = "checkpoint"
-"""What a record calls a source that is a directory: nothing says where that came from."""
+"""The ``kind`` of a source that is a directory of unknown origin."""
 
 Pairs = dict[str, Activations]
 _READ = 1 << 18
@@ -121,7 +121,7 @@ class Saving(Excerpt):
 
 
 def describe_origin_of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
-    """What a record says of the bundle; ``original`` are the drafter's own weights."""
+    """Return the record's fields on the bundle; ``original`` has the weights as the bundle stores them."""
     roles_by_constant = defaultdict[object, list[str]](list)
     for role, tensor in original.tensors.items():
         if tensor.origin is not None:
@@ -135,7 +135,6 @@ def describe_origin_of_bundle(drafter: Shard, original: Checkpoint) -> dict[str,
 
 
 def _describe_source(drafter: Shard) -> dict[str, Any]:
-    """The file, and the section in it."""
     opened = drafter.opened
     region = drafter.model.region
     digest = hashlib.sha256()
@@ -159,7 +158,7 @@ def _describe_source(drafter: Shard) -> dict[str, Any]:
 
 
 def flatten_provenance(source: Mapping[str, Any]) -> dict[str, str]:
-    """``source`` of a record as text by name, for formats that keep it inside the weights file."""
+    """Return a record's ``source`` as name → text, for formats that keep it inside the weights file."""
     section = source["section"] or {}
     return {
         "source.name": source["name"],

@@ -1,9 +1,9 @@
 """safetensors: u64 little-endian length of a JSON header, the header (padded with spaces to a multiple of 8), then the
 data of all tensors without gaps.
 
-The ``safetensors`` package does not write: it wants every tensor in memory and orders metadata keys differently from
-run to run. It checks every header that is read, ours too, and shares no code with the writer; it does not say where
-data lie, and of a key that stands there twice it takes the last.
+The ``safetensors`` package checks every header that is read, ours included. It is not used for writing: it needs every
+tensor in memory, and its order of metadata keys varies between runs. It does not tell where data lie, and accepts a
+key that occurs twice, so the header is parsed here, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _METADATA = "__metadata__"
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of the file at ``path``, checked against its size, and what its header says beside them.
+    """Read the places of tensors, checked against the file's size, and the metadata of the file at ``path``.
 
     Raises:
-        CheckpointError: not such a file, or one whose header contradicts itself or its size.
+        CheckpointError: not a safetensors file, or a header that contradicts itself or the file's size.
     """
     tensors = {}
     with report_damage(path, "not a safetensors file, or damaged: {}"), open_regular(path) as file:
@@ -39,7 +39,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         entries = parse_json(file.read(start - 8))
         entries.pop(_METADATA, None)
         for name, entry in entries.items():
-            # The package takes a list of three for an entry, and passes over further keys.
+            # The package accepts a list of three as an entry, and ignores further keys.
             if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
                 raise ValueError("an entry has other keys than a tensor's")
             begin, end = entry["data_offsets"]
@@ -48,7 +48,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
 
 
 def build_safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with; offsets of its tensors count from the header's end."""
+    """Build the header of a file; offsets in ``places`` count from the header's end."""
     entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
     for name, tensor in places.items():
         ends = [tensor.offset, tensor.offset + tensor.length]

@@ -1,4 +1,4 @@
-"""Weights that lie in a file of tensors."""
+"""Weights in safetensors and GGUF files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mtp_extract.io.files import open_regular
 from mtp_extract.litertlm.storage import Floats, Packing, unpack_bytes
 
 _CODES = frozenset({("I8", 8), ("U8", 4), ("U8", 2)})
-"""In what type of tensor codes of so many bits lie."""
+"""The tensor type in which codes of each width are stored."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: ``length`` bytes at ``offset`` from the start of the file."""
+    """The place of a tensor: ``length`` bytes at ``offset`` from the start of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,47 +38,47 @@ class Stored(Weight):
     """A weight of floats, or the indices of an ordered head, in the file at ``path``.
 
     Attributes:
-        name: of the tensor in its file.
-        cut: which columns ``[begin, end)`` of a matrix it is; None for all of a tensor.
+        name: the tensor's name in its file.
+        cut: the columns ``[begin, end)`` of the tensor that it is; None for all of them.
     """
 
     def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
         shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
-        super().__init__(shape, self._values, origin=(path, tensor.offset) if cut is None else None)
+        super().__init__(shape, self._read_values, origin=(path, tensor.offset) if cut is None else None)
         self.path = path
         self.tensor = tensor
         self.name = name
         self.cut = cut
-        self._latest = threading.local()  # the rows that a thread read last
+        self._latest = threading.local()  # the rows that this thread read last
 
     @property
     def dtype(self) -> Dtype:
-        """Its type; CheckpointError where it does not hold floats."""
+        """The float type; CheckpointError if the tensor does not hold floats."""
         if self.tensor.dtype not in FLOAT_NAMES:
             raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
         return FLOAT_NAMES[self.tensor.dtype]
 
     def in_columns(self, begin: int, end: int) -> Stored:
-        """Columns ``[begin, end)`` of a matrix; rows are read once where a thread asks for several such in turn."""
+        """Return columns ``[begin, end)`` of the matrix. A thread that reads several parts in turn reads rows once."""
         part = Stored(self.path, self.tensor, self.name, (begin, end))
         part._latest = self._latest
         return part
 
-    def _values(self, first: int, last: int) -> Rows:
+    def _read_values(self, first: int, last: int) -> Rows:
         if self.cut is None:
             stored = read_rows(self.path, self.tensor, first, last)
             if self.tensor.dtype == "I64":
                 return stored.view("<i8")
             return self.dtype.widen(stored.data).reshape(len(stored), -1)
         begin, end = self.cut
-        part = self._all_columns(first, last).reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
+        part = self._read_all_columns(first, last).reshape(last - first, self.tensor.shape[1], -1)[:, begin:end]
         return self.dtype.widen(part.tobytes()).reshape(last - first, -1)
 
-    def _all_columns(self, first: int, last: int) -> Bytes:
-        """Rows of the tensor that this is a part of, kept for its other parts: layers are columns of one tensor."""
+    def _read_all_columns(self, first: int, last: int) -> Bytes:
+        """Read rows of the entire tensor, and keep them for its other parts: every layer is a range of columns."""
         latest = self._latest
         if getattr(latest, "rows", None) != (first, last):
-            # The same memory again: mapping it anew, page by page, costs as much as reading.
+            # Memory is reused: mapping new pages costs as much as reading.
             latest.rows = None
             latest.read = read_rows(self.path, self.tensor, first, last, getattr(latest, "read", None))
             latest.rows = (first, last)
@@ -87,16 +87,17 @@ class Stored(Weight):
 
 
 class StoredCodes(Stored):
-    """A matrix of codes in the file at ``path``, as Google's public mobile checkpoints have it (``quant_method: gemma``
-    of transformers 5.18): 8 bits as I8; 4 or 2 as U8, the first in the low bits, each code less the lowest of its type.
+    """A matrix of codes in a file of Google's public mobile checkpoints (``quant_method: gemma`` of transformers 5.18).
+
+    Codes of 8 bits are I8. Codes of 4 or 2 bits are packed in U8, the first in the low bits, plus half their range.
 
     Args:
         tensor: ``[out, bytes]``.
-        columns: of the matrix; they say how many bits a code has.
-        scale: float32 ``[out, blocks]``: each row has so many blocks of equal length.
+        columns: of the matrix; with the bytes of a row they give the bits of a code.
+        scale: float32 ``[out, blocks]``; blocks of a row have equal lengths.
 
     Raises:
-        CheckpointError: these do not fit each other.
+        CheckpointError: the three do not fit each other.
     """
 
     def __init__(
@@ -125,18 +126,17 @@ class StoredCodes(Stored):
         self._steps = _cut_steps(scale, columns // scale.shape[1], cut)
 
     def in_columns(self, begin: int, end: int) -> StoredCodes:
-        """As of other weights."""
         part = StoredCodes(self.path, self.tensor, self.name, self.all_columns, self.scale, (begin, end))
         part._latest = self._latest
         return part
 
-    def _values(self, first: int, last: int) -> Rows:
+    def _read_values(self, first: int, last: int) -> Rows:
         begin, end = self.cut or (0, self.all_columns)
-        packed = self._all_columns(first, last)
+        packed = self._read_all_columns(first, last)
         if self.bits == 8:
             return packed[:, begin:end].view(np.int8)
 
-        # Some bytes hold codes of the columns beside these, too.
+        # The first and the last byte may also hold codes of neighbouring columns.
         codes_a_byte = 8 // self.bits
         part = np.ascontiguousarray(packed[:, begin // codes_a_byte : -(-end // codes_a_byte)])
         first_code = begin % codes_a_byte
@@ -146,17 +146,17 @@ class StoredCodes(Stored):
 
 
 def _cut_steps(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
-    """What codes of these columns are worth, of whose table a ``block`` of neighbours shares a ``scale``."""
+    """Return the steps of the columns ``cut``, of a table in which every ``block`` of columns shares a ``scale``."""
     if cut is None:
         return Steps.around_zero(block, scale)
-    # Columns of a table may begin within a block.
+    # The columns may begin within a block.
     begin, end = cut
     shared = math.gcd(block, begin, end)
     return Steps.around_zero(shared, np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared])
 
 
 def _find_code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | None:
-    """How many bits a code has in ``tensor``, of rows of so many ``columns``; None where the three do not fit."""
+    """Return the bits of a code in ``tensor``; None if its shape, ``columns`` and ``scale`` do not fit each other."""
     if len(tensor.shape) != 2 or not columns:
         return None
     bits, uneven = divmod(8 * tensor.shape[1], columns)
@@ -168,22 +168,22 @@ def _find_code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | 
 
 
 def common_dtype(weights: Iterable[Weight]) -> str:
-    """Name of the type that all of ``weights``, indices left out, share; else "f32"."""
+    """Return the name of the float type that all ``weights`` but indices are stored in; "f32" if they differ."""
     types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights} - {"I64"}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 
 def read_array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
-    """All of ``stored``, float32, int64 or bool, in its shape; as :func:`read_rows`."""
+    """Read all of ``stored``, float32, int64 or bool, in its shape; errors are those of :func:`read_rows`."""
     flat = read_rows(path, stored, 0, find_matrix_shape(stored.shape)[0]).reshape(-1)
     return flat.view(ARRAYS[stored.dtype]).reshape(stored.shape)
 
 
 def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Bytes | None = None) -> Bytes:
-    """Rows ``[first, last)`` of ``stored``, as of a weight of its shape, as bytes, ``[last − first, bytes of a row]``.
+    """Read rows ``[first, last)`` of ``stored`` as bytes, ``[last − first, bytes of a row]``.
 
     Args:
-        into: an array to read them into, where it is of that shape.
+        into: an array to read into, used if it has that shape.
 
     Raises:
         CheckpointError: the file cannot be read, or has shrunk.
@@ -191,10 +191,12 @@ def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Byt
     row = stored.length // max(find_matrix_shape(stored.shape)[0], 1)
     shape = last - first, row
     rows = into if into is not None and into.shape == shape else np.empty(shape, np.uint8)
-    rest, offset = rows.reshape(-1).data, stored.offset + first * row
+    unread = rows.reshape(-1).data
+    offset = stored.offset + first * row
     with report_damage(path, "{}"), open_regular(path) as file:
-        while rest:
-            if not (done := os.preadv(file.fileno(), [rest], offset)):
+        while unread:
+            if not (count := os.preadv(file.fileno(), [unread], offset)):
                 raise ValueError("the file shrank while it was being read")
-            rest, offset = rest[done:], offset + done
+            unread = unread[count:]
+            offset += count
     return rows

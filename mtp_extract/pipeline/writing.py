@@ -83,7 +83,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
         weight = tensors.get(role.name)
         if weight is None or weight.scheme or not rule.fits(weight):
             continue
-        coded = rounded.setdefault(id(weight), rule.rounded(weight))
+        coded = rounded.setdefault(id(weight), rule.round_matrix(weight))
         if format_.store(role, coded, dtype).how == CODES:
             tensors[role.name] = coded
     if not any(weight.rule for weight in tensors.values()):

@@ -35,7 +35,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 
     values = matrix()
     kind = gguf.GGMLQuantizationType[rule.upper()]
-    rounded = RULES[rule].rounded(of_array(values))
+    rounded = RULES[rule].round_matrix(of_array(values))
     theirs = dequantize(quantize(values, kind), kind)
     np.testing.assert_array_equal(rounded.array().view(np.uint32), theirs.view(np.uint32))
     assert rounded.scheme is not None
@@ -52,7 +52,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 )
 def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) -> None:
     values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
-    rounded = row_codes(RULES[rule].rounded(of_array(values)))
+    rounded = row_codes(RULES[rule].round_matrix(of_array(values)))
     np.testing.assert_allclose(rounded.steps.size.reshape(-1), np.array(scale, np.float32), rtol=1e-6)
     found = rounded.codes().reshape(values.shape)
     np.testing.assert_array_equal(found, codes)
@@ -60,7 +60,7 @@ def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) ->
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_rows_are_those_of_the_whole(rule: str) -> None:
-    rounded = RULES[rule].rounded(of_array(matrix()))
+    rounded = RULES[rule].round_matrix(of_array(matrix()))
     whole = rounded.array()
     np.testing.assert_array_equal(rounded.floats(8, 24), whole[8:24])
     found = row_codes(rounded)
@@ -79,7 +79,7 @@ def test_any_rows_are_those_of_the_whole(rule: str) -> None:
 )
 def test_numbers_that_a_rule_does_not_take(rule: str, values: Floats, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        RULES[rule].rounded(of_array(values)).floats()
+        RULES[rule].round_matrix(of_array(values)).floats()
 
 
 def test_roundings_are_told_and_done_again() -> None:
@@ -90,7 +90,7 @@ def test_roundings_are_told_and_done_again() -> None:
         once = rounded_again(original, [step])
         assert not np.array_equal(once.array(), original.array())
         assert find_chain(original, once) == (step,)
-    coded = RULES["int8"].rounded(original)
+    coded = RULES["int8"].round_matrix(original)
     scales = rounded_again(coded, ["FP16 scales"])
     assert find_chain(coded, scales) == ("FP16 scales",)
     np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())
