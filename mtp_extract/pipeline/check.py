@@ -1,5 +1,5 @@
-"""A checkpoint's directory as every command reads it: which files are its own, what else an engine would read there,
-its own record, and what all of it holds."""
+"""Reads a checkpoint's directory for every command: its record, the files that belong to it, files that do not and that
+an engine might read, and the drafter itself."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from mtp_extract.io.typed import read
 from mtp_extract.report.files import REPORT_FILES
 
 RECORD = "extraction.json"
-"""The file that makes a directory a checkpoint of ours. What it lists may be replaced."""
+"""The record, which makes a directory a checkpoint of ours. Files that it lists may be replaced."""
 
 CARD = "README.md"
-"""The model card. It is for people, who may change it."""
+"""The model card, which people may change."""
 
 LEGAL = tuple(f"{name}{ending}" for name in ("LICENSE", "NOTICE") for ending in ("", "*.txt", "*.md"))
 _FOR_PEOPLE = (
@@ -50,33 +50,36 @@ _TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "processor_config.json", "preprocessor_config.json"),
 )
-"""Drafts are tokens of the base: what the drafter's own tokenizer calls them changes none."""
+"""Tokenizer files, which do not matter: drafts are token ids of the base."""
 
 _FOUND_BY_ENDING = (*TENSOR_FILES, ".npz", ".bin", ".pt", ".pth", ".py", ".json")
-"""What some engines look for by ``*`` and this, which finds hidden files too. No others of those are read."""
+"""Endings by which some engines find files, hidden ones included."""
 
 AGAIN = "Extract it again, or fetch it again."
-"""What to do with a directory that was changed."""
+"""Advice for a directory that was changed."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked."""
+    """The result of a check."""
 
     name: str  # key in the report
-    what: str  # what it asks
-    passed: bool | None  # None where it was not run
-    evidence: str  # figures, or what is wrong, the first place first
+    what: str  # the statement that is checked
+    passed: bool | None  # None if it was not run
+    evidence: str  # figures, or the problems, the first one first
 
 
 def with_record(place: Path) -> Path:
-    """``place``; of a file that lies in a directory with a record, that directory."""
+    """Return the directory of the file ``place`` if that has a record; else ``place``."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
 
 
 def recorded(place: Path) -> frozenset[str]:
-    """The files of the checkpoint at ``place``: what its record lists of what formats have. It may list more.
-    OutputError where it has no record, or none that can be read."""
+    """List the files of the checkpoint at ``place`` that its record lists and formats write.
+
+    Raises:
+        OutputError: it has no record, or one that cannot be read.
+    """
     listing(RECORD, ())(place)
     try:
         if not isinstance(files := read_object(place / RECORD).get("files"), dict):
@@ -89,8 +92,13 @@ def recorded(place: Path) -> frozenset[str]:
 
 
 def read_record(place: Path) -> dict[str, Any]:
-    """``extraction.json`` of the checkpoint at ``place``, empty where there is none; CheckpointError where it is not
-    what this package writes."""
+    """Read ``extraction.json`` of the checkpoint at ``place``; empty if there is none.
+
+    The record is the JSON object itself: keys that only other releases know are kept when it is written again.
+
+    Raises:
+        CheckpointError: the record is not one that this package writes.
+    """
     path = with_record(place) / RECORD
     if not path.exists():
         return {}
@@ -106,13 +114,13 @@ def read_record(place: Path) -> dict[str, Any]:
 
 
 def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
-    """Whether the card in ``directory`` is there, and another than the one that ``record`` lists."""
+    """Whether ``directory`` has a card that differs from the one that ``record`` lists."""
     card = directory / CARD
     return card.is_file() and compute_sha256(card) != record["files"].get(CARD, {}).get("sha256")
 
 
 def find_changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
-    """Which files in ``folder``, the card left out, are not as ``record`` lists them: name → a clause."""
+    """Return the files in ``folder``, but for the card, that are not as ``record`` lists them: name → a clause."""
     present = set(files_in(folder))
     layout = record["layout"]
     changed = dict[str, str]()
@@ -133,15 +141,17 @@ def find_changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Files below ``folder``, hidden ones left out, as the record writes them."""
+    """Yield the paths of files below ``folder``, without hidden ones, as the record writes them."""
     for path in _walk_files(folder):
         if not path.name.startswith(".") and _is_file(path):
             yield path.relative_to(folder).as_posix()
 
 
 def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
-    """What an engine may read at ``place``, a drafter in ``format_``, and is not its own, each as a clause that names a
-    file. What its own files say is compared where they are read; those of a validation's report may be there."""
+    """Yield a clause on each file at ``place`` that an engine may read and that does not belong to the drafter.
+
+    Files of a validation's report may be there. The content of the drafter's own files is compared on reading them.
+    """
     if place.is_file():
         return
     belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
@@ -156,7 +166,7 @@ def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
 
 
 def _may_name_code(path: Path) -> bool:
-    """Whether the configuration of a tokenizer at ``path`` names code of its own, or may for all that can be read."""
+    """Whether the tokenizer config at ``path`` names code to run, or cannot be read."""
     try:
         return "auto_map" in read_object(path)
     except CheckpointError:
@@ -164,8 +174,10 @@ def _may_name_code(path: Path) -> bool:
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
-    """What lies below ``folder`` and is no directory, links to directories included: engines follow these. Hidden
-    directories are not looked into: they are git's, the Hub's and editors'."""
+    """Yield files below ``folder``, and links to directories, since engines follow these.
+
+    Hidden directories are skipped: they belong to git, the Hub or an editor.
+    """
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(root, name).is_symlink()]
@@ -173,13 +185,15 @@ def _walk_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file lies at ``path``, or a link of the Hub's cache to one: other links may lead to anything. Nothing
-    is opened: a pipe would be waited for."""
+    """Whether ``path`` is a file, or a link of the Hub's cache to one. Other links may lead anywhere.
+
+    Nothing is opened: opening a pipe would block.
+    """
     return is_cached(path) or (path.is_file() and not path.is_symlink())
 
 
 def _is_unused(name: str) -> bool:
-    """Whether a file of that name, relative to the directory, is read by no engine or changes nothing."""
+    """Whether no engine reads a file called ``name``, a path in the directory, or the drafter does not depend on it."""
     base = name.rpartition("/")[2]
     if base.startswith("."):
         return not base.endswith(_FOUND_BY_ENDING)
@@ -188,25 +202,27 @@ def _is_unused(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ReadDirectory:
-    """What a directory holds, and what is known of it."""
+    """A drafter's directory, and its record."""
 
     directory: Path  # or a file that is a checkpoint by itself
     layout: str  # name of its format
-    written: Checkpoint  # what its files of that format hold
-    checkpoint: Checkpoint  # the same with the codes that lie beside its floats, and all that was not read
-    known_as: str | None  # the name of its geometry; None for one that is not listed
-    record: Mapping[str, Any]  # its own; where it has none, what would stand there
-    is_recorded: bool  # whether it has one
-    changed: frozenset[str]  # names of files that are not as it lists them; none of them holds tensors
+    written: Checkpoint  # as the files of its format hold it
+    checkpoint: Checkpoint  # with the codes that lie beside its floats, and notes on files that were not read
+    known_as: str | None  # the name of its geometry, if that is listed
+    record: Mapping[str, Any]  # its record; without one, the fields that a record would have
+    is_recorded: bool  # whether it has a record
+    changed: frozenset[str]  # names of files, without tensors, that are not as the record lists them
 
     @classmethod
     def of(cls, place: str | os.PathLike[str]) -> ReadDirectory:
-        """The drafter in ``place``. What lies beside it, and what its files say that nothing here reads, is listed in
-        ``checkpoint.unread``: who asks for a proof wants none. Where it came from takes the bundle to check.
+        """Read the drafter in ``place``.
+
+        ``checkpoint.unread`` lists foreign files and keys that were not read; a proof requires that there are none.
+        The origin is not checked: that takes the bundle.
 
         Raises:
-            CheckpointError: it is damaged or no drafter's; or, where it has a record, its tensors are not those that
-                were written, or its config describes another drafter.
+            CheckpointError: the directory is damaged or holds no drafter; or it has a record, and its tensors were
+                changed since, or its config describes another drafter.
         """
         folder = with_record(Path(place))
         record = read_record(folder)
@@ -228,13 +244,13 @@ class ReadDirectory:
 
     @property
     def extra_codes(self) -> frozenset[str]:
-        """Roles whose codes lie in a file of their own, besides their floats."""
+        """Roles whose codes lie beside their floats, in another file."""
         coded = [role for role, weight in self.checkpoint.tensors.items() if weight.scheme]
         return frozenset(role for role in coded if not self.written.tensors[role].scheme)
 
     @property
     def lost(self) -> list[str]:
-        """What its numbers, or scales of codes, were rounded to for good: of those that codes lie beside nothing is."""
+        """Names of the roundings that cannot be undone: floats with codes beside them lost nothing."""
         rounded: list[str] = self.record["rounded"]
         if not self.extra_codes:
             return rounded
@@ -245,16 +261,17 @@ class ReadDirectory:
 
     @property
     def sums(self) -> dict[str, str]:
-        """By name: SHA-256 of each file with tensors."""
+        """Name → SHA-256 of each file with tensors."""
         if self.is_recorded:
-            return {name: of["sha256"] for name, of in self.record["files"].items() if name.endswith(TENSOR_FILES)}
+            files = self.record["files"]
+            return {name: file["sha256"] for name, file in files.items() if name.endswith(TENSOR_FILES)}
         return {name: compute_sha256(path) for name, path in _find_tensor_files(self.directory).items()}
 
 
 def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[str, str]) -> None:
-    """Raise CheckpointError where a file of tensors is ``changed``; those that ``record`` lists count."""
+    """Raise CheckpointError if a file of tensors that ``record`` lists is ``changed``."""
     weights = format_named(record["layout"]).weights_file if record else ""
-    if wrong := [what for name, what in changed.items() if name == CODES_FILE or is_called(name, weights)]:
+    if wrong := [clause for name, clause in changed.items() if name == CODES_FILE or is_called(name, weights)]:
         raise CheckpointError(
             f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
             f"{few(wrong, separator='; ')}. {AGAIN}"
@@ -262,7 +279,7 @@ def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[s
 
 
 def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Checkpoint]:
-    """The format of ``folder``, and what its files hold; a refusal names those that are ``changed``, too."""
+    """Read the format and the checkpoint of ``folder``; an error also names the files that are ``changed``."""
     try:
         format_ = format_of(folder)
         return format_, format_.read(folder)
@@ -273,7 +290,7 @@ def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Check
 
 
 def _merge_shared(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]) -> Mapping[str, Weight]:
-    """``tensors`` by role, in which what was one stored constant is one again: formats may write it once."""
+    """Let ``shared`` roles have one weight again, if their weights are equal: formats may write it once."""
     by_role = dict(tensors)
     for first, *others in shared:
         for role in others:
@@ -283,19 +300,19 @@ def _merge_shared(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]
 
 
 def _require_geometry(path: Path, config: Config, record: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where ``config``, which was read of ``path``, is not the shape that ``record`` states."""
+    """Raise CheckpointError if ``config``, read from ``path``, is not the geometry that ``record`` states."""
     wrong = [
         f"{escape(difference.place)} is {escape(difference.found)}, not {escape(difference.expected)}"
         for difference in differences(record["geometry"], to_builtins(config.as_json()))
         if difference.place not in ("max_position_embeddings", "base")
     ]
     if wrong:
-        what = f"describes another drafter than its {RECORD}: {few(wrong, separator='; ')}"
-        raise CheckpointError(f"{escape(path)}: {what}. {AGAIN}")
+        problems = few(wrong, separator="; ")
+        raise CheckpointError(f"{escape(path)}: describes another drafter than its {RECORD}: {problems}. {AGAIN}")
 
 
 def _find_tensor_files(place: Path) -> dict[str, Path]:
-    """By name: the files that the tensors at ``place`` lie in, those of codes beside floats too."""
+    """Find the files with tensors at ``place``, including codes beside floats: name → path."""
     if place.is_file():
         return {place.name: place}
     listed = sorted(own_files(place, format_of(place)))
@@ -304,7 +321,7 @@ def _find_tensor_files(place: Path) -> dict[str, Path]:
 
 
 def _build_implied_record(place: Path, checkpoint: Checkpoint, known_as: str | None) -> dict[str, Any]:
-    """What a record would say of a directory that has none: its name, and how it holds numbers."""
+    """Return the fields that the record of a directory without one would have: its name and how it stores numbers."""
     size = sum(path.stat().st_size for path in _find_tensor_files(place).values())
     source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
     return {

@@ -35,21 +35,22 @@ from mtp_extract.proof.proof import Proof, in_words, prove
 
 
 def default_directory(source: str | os.PathLike[str]) -> Path:
-    """Where a result goes when the user does not say: ``NAME-mtp-drafter`` in the current directory."""
+    """Return the default directory of a result: ``NAME-mtp-drafter`` in the current directory."""
     name = re.sub(r"(\.litertlm|\.tflite)?([@?].*)?$", "", os.fspath(source).rstrip("/").rpartition("/")[2])
     return Path(f"{name or 'model'}-mtp-drafter")
 
 
 def checkpoint_of(drafter: Shard) -> Checkpoint:
-    """The drafter of a bundle as a checkpoint; no weight is read yet.
+    """Return the drafter of a bundle as a checkpoint; its weights are read when they are used.
 
     Raises:
-        UnsupportedError: weights this release cannot read.
-        FormatError: damaged quantization.
+        UnsupportedError: the quantization of a weight is not supported.
+        FormatError: the quantization of a weight is damaged.
     """
-    roles, model = drafter.walk.roles, drafter.model
+    roles = drafter.walk.roles
     tensors = {
-        role.role: constant_weight(role.shape) if role.tensor is None else Constant(model, role) for role in roles
+        role.role: constant_weight(role.shape) if role.tensor is None else Constant(drafter.model, role)
+        for role in roles
     }
     activations = MappingProxyType({role.role: (role.input, role.output) for role in roles if len(role.shape) == 2})
     return Checkpoint(drafter.config, MappingProxyType(tensors), "f32", activations=activations)
@@ -67,9 +68,9 @@ def extract_drafter(
     signature: str | None = None,
     reporter: Reporter = SILENT,
 ) -> ExtractionResult:
-    """Extract the drafter of ``source`` into the directory ``out``: as :func:`mtp_extract.extract` explains it."""
+    """Extract the drafter of ``source`` into the directory ``out``; see :func:`mtp_extract.extract`."""
     name = plan.choose()
-    # os.path: a name that no system takes is no directory, and is refused where it is opened.
+    # os.path.isdir does not raise for an impossible name, which is refused on opening.
     if isinstance(source, (str, os.PathLike)) and os.path.isdir(source):
         raise SourceError(
             f"{escape(source)}: expected a bundle, found a directory. To write a checkpoint in another format, use "
@@ -95,8 +96,8 @@ def extract_drafter(
             original = checkpoint_of(drafter)
         origin = describe_origin_of_bundle(drafter, original)
         planned = prepare(replace(original, provenance=flatten_provenance(origin["source"])), name, plan)
-        # Before a byte is written; what is written is then compared with this checkpoint: all bytes when they are
-        # written, and by role the codes, and of floats some rows. To make all once more takes as long as the proof.
+        # The proof comes before a byte is written. Written files are then compared with this checkpoint: all bytes,
+        # all codes and some rows of floats, since computing all floats again takes as long as the proof.
         if proof is None and not drafter.not_proven:
             with suggest_unproven(opened):
                 proof = prove_checkpoint(drafter, original)
@@ -116,7 +117,7 @@ def extract_drafter(
 
 
 def prove_drafter(drafter: Shard) -> Proof:
-    """Prove that the checkpoint of ``drafter`` computes what its graph does, as :func:`prove_checkpoint`."""
+    """Prove that the checkpoint of ``drafter`` computes what its graph computes; see :func:`prove_checkpoint`."""
     return prove_checkpoint(drafter, checkpoint_of(drafter))
 
 
@@ -124,23 +125,25 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
     """Prove that ``checkpoint`` computes what the graph of ``drafter`` computes.
 
     Raises:
-        ProofError: they do not compute the same.
-        UnsupportedError: the graph holds an operator that is none of a drafter's.
+        ProofError: they compute different functions.
+        UnsupportedError: the graph has an operator that no drafter has.
         SourceError: a part of the file was not downloaded.
     """
     require_complete(drafter)
-    # Damaged numbers may overflow; what comes of it is not equal, and so refused.
+    # Damaged numbers may overflow; the results are then unequal, which is a ProofError.
     tensors = checkpoint.whole().tensors
     with np.errstate(over="ignore", invalid="ignore"):
         return prove(drafter.graph, drafter.walk, checkpoint.mtp, tensors.__getitem__)
 
 
 def require_complete(drafter: Shard) -> None:
-    """Raise SourceError where rows of a matrix are zero, and their scales say otherwise: a part of the file was never
-    downloaded, and what is proven of its zeros is of no use."""
+    """Raise SourceError if rows of a matrix are zero although their scales say otherwise.
+
+    A part of the file was not downloaded then, and a proof about zeros would be useless.
+    """
     source = drafter.opened.source
     if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
-        # Its weights were left out; or ranges of a published file, as the Hub serves them: nothing can be missing.
+        # A skeleton has no weights, and ranges of a published file that the Hub serves are complete.
         return
     for role, constant in _list_stored_matrices(drafter):
         if rows := missing_rows(constant):
@@ -152,14 +155,14 @@ def require_complete(drafter: Shard) -> None:
 
 
 def _list_stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Every matrix that the file stores, by its role."""
+    """Yield every matrix that the file stores, with its role."""
     for role in drafter.walk.roles:
         if len(role.shape) == 2 and role.tensor is not None:
             yield role.role, QuantizedTensor.of(drafter.model, role.tensor)
 
 
 def _list_notes(drafter: Shard, planned: Plan) -> Iterator[str]:
-    """What a user should know of the file."""
+    """Yield notes for the user on the file."""
     yield from drafter.opened.remarks
     for role, constant in _list_stored_matrices(drafter):
         zeros = 0 if constant.storage.by_rows else sum(end - begin for begin, end in zero_pages(constant.location))
@@ -171,6 +174,6 @@ def _list_notes(drafter: Shard, planned: Plan) -> Iterator[str]:
     for role, others in drafter.names.contradicted.items():
         yield f"The name of {role}'s constant is that of {' or '.join(others)}; the graph decides."
     if rounded := rounding_in_words(list_rounded(drafter.graph, drafter.walk)):
-        # A format with static scales says by itself which of them it holds.
+        # A format with static scales notes itself which of them it stores.
         ends = "." if EVERY[planned.layout].activations else "; the checkpoint computes in floats."
         yield rounded + ends

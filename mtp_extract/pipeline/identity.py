@@ -1,7 +1,7 @@
-"""Is a directory the drafter of a bundle? Asked of its config, its files, its tensors, what both compute, its record.
+"""Checks whether a directory holds the drafter of a bundle: its config, files, tensors, function and record.
 
-Everything is derived from the bundle again; nothing that the directory says of itself is believed. Commands that hold a
-directory against a bundle (``mtp-inspect --against``, ``mtp-validate --source``) ask here.
+Everything is derived from the bundle again; nothing that the directory states is believed. ``mtp-inspect --against``
+and ``mtp-validate --source`` use it.
 """
 
 from __future__ import annotations
@@ -47,67 +47,65 @@ from mtp_extract.proof.proof import in_words
 from mtp_extract.report.card import roundings
 
 Chain = tuple[str, ...]
-"""What was done to a weight, step by step, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes it."""
+"""The steps by which a weight was rounded, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes them."""
 
 _EXACT_SCALES = f"F32{SCALES}"
 _STEPS = (*filter(None, ROUNDED_TO), f"FP16{SCALES}", _EXACT_SCALES, *RULES)
 _SHORT_CHAINS: Sequence[Chain] = [chain for count in range(3) for chain in permutations(_STEPS, count)]
-"""What may have been done without a word of it: nothing, one step, or two."""
+"""The chains that are tried without a record: no step, one or two."""
 _MOST_CLAIMED = 6
-"""Kinds of steps that are followed where a record claims more than two: any order of them is tried."""
+"""Most steps that are taken from a record; every order of three or more of them is tried."""
 
 
 def find_chain(original: Weight, written: Weight, claimed: Collection[str] = ()) -> Chain | None:
-    """The shortest chain that makes ``written`` of ``original``, to the bit; None where none does.
+    """Find the shortest chain that makes ``original`` equal to ``written``, to the bit; None if there is none.
 
-    Of a weight with codes, the codes and their scales are compared; of any other the numbers.
+    Codes and scales are compared, or the floats of a weight without codes.
 
     Args:
-        claimed: the steps that a record says, which may be a longer chain than is tried without one.
+        claimed: the steps that a record states; they may be more than the two that are tried without a record.
     """
     if original.shape != written.shape:
         return None
-    # The first rows of a matrix alone refute almost every chain.
+    # The first rows refute almost every chain.
     pairs = [(_take_first_rows(original), _take_first_rows(written)), (original, written)]
     steps = [step for step in _STEPS if step in claimed][:_MOST_CLAIMED]
     longer = (chain for count in range(3, len(steps) + 1) for chain in permutations(steps, count))
     for chain in (*_SHORT_CHAINS, *longer):
-        if all(_produces(before, chain, other) for before, other in pairs):
-            # Scales that a factor was divided out of were rounded to F32, unless the factor is kept beside them.
-            folded = written.scheme is not None and not has_exact_steps(original) and has_exact_steps(written)
-            return chain or ((_EXACT_SCALES,) if folded else ())
+        if all(_produces(before, chain, after) for before, after in pairs):
+            # Dividing a factor out of the scales rounded them to F32, unless the factor is stored beside them.
+            is_unfolded = written.scheme is not None and not has_exact_steps(original) and has_exact_steps(written)
+            return chain or ((_EXACT_SCALES,) if is_unfolded else ())
     return None
 
 
 def _produces(original: Weight, chain: Chain, written: Weight) -> bool:
-    # Some admit of no such step: they have no codes, or numbers beyond FP16.
+    # A step may be impossible: the weight has no codes, or numbers beyond FP16.
     with suppress(CheckpointError, UnsupportedError), np.errstate(all="ignore"):
         return same_weight(rounded_again(original, chain), written)
     return False
 
 
 def _take_first_rows(weight: Weight) -> Weight:
-    """The first rows of a matrix, as a weight."""
     if len(weight.shape) != 2:
         return weight
     shape = min(weight.rows, ROW_STEP), weight.columns
     if weight.scheme is None:
         return Weight(shape, weight.floats)
-    steps, rows = weight.steps, slice(ROW_STEP)
-    first = replace(steps, size=steps.size[rows], zero_point=steps.zero_point[rows])
-    return Weight(shape, weight.codes, weight.scheme, first)
+    steps = weight.steps
+    first_steps = replace(steps, size=steps.size[:ROW_STEP], zero_point=steps.zero_point[:ROW_STEP])
+    return Weight(shape, weight.codes, weight.scheme, first_steps)
 
 
 def _describe_chain(chain: Chain) -> str:
-    """What was done to a weight, in words."""
     rules = {rule: f"integers by {rule}" for rule in RULES}
     return ", then ".join("to " + rules.get(step, step.replace(SCALES, " in their scales")) for step in chain)
 
 
 NEEDED = ("config", "files", "tensors", "function")
-"""The checks without which nothing is proven. The record refutes as well, and may be missing."""
+"""The checks that a proof needs. The record's check may refute a directory, too, and the record may be missing."""
 
-_WHAT = {
+_STATEMENTS = {
     "config": "config.json agrees with the graph",
     "files": "no file and no key makes an engine load something else",
     "tensors": "every tensor equals what the bundle gives, bit for bit, after the named steps",
@@ -117,10 +115,10 @@ _WHAT = {
 
 
 def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
-    """Derive everything that was ``read`` from ``opened`` again and compare it: with its record, if it has one.
+    """Compare the directory ``read``, and its record if it has one, with what the bundle ``opened`` gives.
 
     Raises:
-        CheckpointError: something differs; the message says what.
+        CheckpointError: something differs; the text says what.
         MtpExtractError: ``opened`` cannot be read.
     """
     opened.prefetch()
@@ -139,22 +137,25 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
 
 
 def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
-    """The drafter of ``opened``, with the errors of :meth:`~mtp_extract.bundle.Opened.drafter`: where its graph leaves
-    the window to the runtime, with that of ``config``; where it cannot be proven, what can be read of it."""
+    """Read the drafter of ``opened`` to compare a checkpoint with it.
+
+    The window is that of ``config`` if the graph leaves it to the runtime. A graph that cannot be proven is read as far
+    as possible. Errors are those of :meth:`~mtp_extract.bundle.Opened.drafter`.
+    """
     for window in (None, config.sliding_window):
         with suppress(RoleError, UnsupportedError):
             return opened.drafter(window)
-    # What can be compared is compared; that it is no proof, its check says.
+    # The check of the function says that there is no proof.
     return read_unproven(opened, config.sliding_window, prove_drafter)[0]
 
 
 def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = None) -> list[Check]:
-    """Hold the checkpoint in ``directory`` against the bundle's drafter; whether it passed, the checks say.
+    """Compare the checkpoint in ``directory`` with the bundle's drafter ``source``, and return the checks.
 
-    Tensors are derived only where the config agrees, and the graph is proven only where they are the file's.
+    Tensors are derived only if the config agrees, and the graph is proven only if the tensors agree.
 
     Args:
-        read: what was read there; then its files have been held against its record.
+        read: the directory, if it was read before; its files then were compared with its record.
 
     Raises:
         CheckpointError: the directory holds no checkpoint that can be read.
@@ -173,16 +174,16 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
 
 @dataclass
 class _Comparison:
-    """A directory, and what the bundle gives."""
+    """A directory and the bundle that it is compared with."""
 
     directory: Path
     source: Shard
     original: Checkpoint
     written: Checkpoint
     format: Format
-    read: ReadDirectory | None  # what was read there; None where its files have not been compared with its record
-    chains: dict[str, Chain] = field(default_factory=dict)  # what was done to each weight, as far as they are derived
-    proven: list[str] = field(default_factory=list)  # what the proof shows, in sentences
+    read: ReadDirectory | None  # None if the files have not been compared with the record
+    chains: dict[str, Chain] = field(default_factory=dict)  # of the weights that were derived so far
+    proven: list[str] = field(default_factory=list)  # the proof, in sentences
 
     def check_config(self) -> Check:
         derived, stated = (
@@ -204,7 +205,6 @@ class _Comparison:
         return _build_check("tensors", self._find_other_tensors(), _summarize_tensors(self.written, self.chains))
 
     def check_function(self, *, of_the_same_tensors: bool) -> Check:
-        """The proof of the graph, where the tensors are the file's."""
         if not of_the_same_tensors:
             return _build_check("function", None, ["not of the file's config and tensors"])
         if self.source.not_proven:
@@ -213,7 +213,7 @@ class _Comparison:
             self.proven = in_words(prove_checkpoint(self.source, self.original))
         except (ProofError, UnsupportedError) as error:
             why = [str(error).split(". ")[0]]
-            # Of a graph that no proof can be made of, nothing is shown.
+            # An unsupported graph neither passes nor fails.
             return _build_check("function", why if isinstance(error, ProofError) else None, why)
         return _build_check("function", [], self.proven)
 
@@ -224,10 +224,13 @@ class _Comparison:
         return _build_check("record", self._find_contradictions(evidence), evidence)
 
     def _find_other_tensors(self) -> Iterator[str]:
-        """The first tensor that is not derived from the file's; what was done to the others is put into ``chains``.
-        CheckpointError where scales, or codes that are kept beside it, are damaged."""
+        """Yield the first tensor that does not follow from the file's; put the chains of the others into ``chains``.
+
+        Raises:
+            CheckpointError: scales, or codes beside the floats, are damaged.
+        """
         claimed = _read_claimed_steps(self.directory)
-        # The table of roles is in the order in which a drafter computes.
+        # Roles are in the order in which a drafter computes.
         for role, shape in shapes_of(self.written.config).items():
             weight = self.written.tensors[role.name]
             original = self.original.tensors.get(role.name) or constant_weight(shape)
@@ -243,8 +246,8 @@ class _Comparison:
         yield from self._find_other_codes(claimed)
 
     def _has_other_static_scales(self, role: str) -> bool:
-        """Whether scales of what goes in or comes out are others, as files hold them: 0 where there is none."""
-        # Where there are no static scales at all, none are claimed to be held.
+        """Whether static scales of activations differ as float32, where no scale counts as 0."""
+        # A format without static scales does not claim to hold them.
         if not any(any(pair) for pair in self.written.activations.values()):
             return False
         pairs = (checkpoint.activations.get(role, (None, None)) for checkpoint in (self.written, self.original))
@@ -252,8 +255,8 @@ class _Comparison:
         return scales != scales_of_file
 
     def _find_other_codes(self, claimed: Collection[str]) -> Iterator[str]:
-        """Codes beside floats that are not the file's."""
-        # Reading a directory holds its codes against its floats, which takes both to be read whole.
+        """Yield codes beside floats that are not the file's."""
+        # Codes of a directory that was read are not compared with its floats again, which takes reading both.
         read = self.read
         tensors = read.checkpoint.tensors if read else with_codes(self.directory, self.written.tensors)
         for role, weight in tensors.items():
@@ -266,15 +269,14 @@ class _Comparison:
                     self.chains[f"{CODES_FILE}: {role}"] = chain
 
     def _find_contradictions(self, evidence: list[str]) -> Iterator[str]:
-        """What the record says of a directory that is the bundle's drafter, and the bundle and the weights do not.
+        """Yield what the record states and the bundle or the weights contradict.
 
-        Its past is no matter of the bundle: which file it came from and where that lay, which directories there were
-        in between, whether it was tuned, which release wrote it, and the card. What was found in the section that it
-        came from is compared where the bundle holds that section. Of a directory that is not ``proven``, its files
-        alone are compared; of one that was ``read``, they have been.
+        The bundle cannot tell the origin's name and place, directories in between, a tuning, the release or the card.
+        Facts on the drafter's section are compared if the bundle has that section. If the function was not proven, only
+        the files are compared, unless they were compared on reading.
 
         Args:
-            evidence: is added to where the record names another file as its origin.
+            evidence: gets a sentence if the record names another file as the origin.
         """
         record = read_record(self.directory)
         if self.read is None:
@@ -282,7 +284,7 @@ class _Comparison:
         if not self.proven and not self.source.not_proven:
             return
         stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else self.written.dtype}
-        # A directory of unknown origin came with what had been done to it.
+        # A directory of unknown origin may have been changed before.
         if record["source"]["kind"] != CHECKPOINT:
             geometry = self.original.mtp.as_json()
             geometry["max_position_embeddings"] = record["geometry"].get("max_position_embeddings")
@@ -295,17 +297,17 @@ class _Comparison:
             evidence.append(f"it came from another file ({name}), with which nothing was compared")
         if section is not None and section["sha256"] == section_of_file["sha256"]:
             stated |= self._expect_of_section(record, of_file)
-            done = {step for chain in self.chains.values() for step in chain}
-            if untold := sorted(done - {*roundings(*record["converted_from"], record)}):
-                yield f"does not say that weights were rounded ({', '.join(untold)})"
+            steps = {step for chain in self.chains.values() for step in chain}
+            if unstated := sorted(steps - {*roundings(*record["converted_from"], record)}):
+                yield f"does not say that weights were rounded ({', '.join(unstated)})"
         yield from _describe_differences(stated, {key: record.get(key) for key in stated})
 
     def _expect_of_section(self, record: Mapping[str, Any], of_file: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``record`` has to say of the section that it came from; ``of_file`` is what one of the bundle would."""
+        """Return the fields that ``record`` must have on the section; ``of_file`` has those that the bundle gives."""
         expected = {key: of_file[key] for key in ("known_as", "shared", "activations")}
-        is_done = any(record["rule"] in chain for chain in self.chains.values())
-        expected["rule"] = record["rule"] if is_done else None
-        # Another release may say the same in other words.
+        was_applied = any(record["rule"] in chain for chain in self.chains.values())
+        expected["rule"] = record["rule"] if was_applied else None
+        # Another release may word the same facts otherwise.
         if record["tool"]["version"] == __version__:
             if record["proof"] is not None:
                 expected["proof"] = self.proven or None
@@ -315,47 +317,54 @@ class _Comparison:
 
 
 def _read_claimed_steps(directory: Path) -> Collection[str]:
-    """What the record in ``directory`` says was done to weights; nothing where there is none that can be read."""
-    # Why it cannot be read, the check of the record says.
+    """Return the steps that the record in ``directory`` states; empty if it has none that can be read."""
+    # The check of the record reports the error.
     with suppress(CheckpointError):
         if record := read_record(directory):
             return roundings(*record["converted_from"], record)
     return ()
 
 
-def _build_check(name: str, wrong: Iterable[str] | None, otherwise: Iterable[str]) -> Check:
-    """What was checked, and what is ``wrong``: None where it was not; ``otherwise`` says why, or what it shows."""
-    if wrong is None:
-        return Check(name, _WHAT[name], None, "; ".join(otherwise))
+def _build_check(name: str, problems: Iterable[str] | None, facts: Iterable[str]) -> Check:
+    """Build the check ``name``; ``problems`` is None if it was not run.
+
+    ``facts`` are the evidence without problems, or the reason for not running it.
+    """
+    if problems is None:
+        return Check(name, _STATEMENTS[name], None, "; ".join(facts))
     try:
-        evidence = few(wrong, separator="; ")
+        evidence = few(problems, separator="; ")
     except CheckpointError as error:
-        # What is damaged shows where it is read.
+        # Damage shows when the problems are looked for.
         evidence = " ".join(str(error).split())
-    return Check(name, _WHAT[name], not evidence, evidence or "; ".join(otherwise))
+    return Check(name, _STATEMENTS[name], not evidence, evidence or "; ".join(facts))
 
 
 def _describe_differences(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
-    """Where what a directory has ``stated`` differs from what was ``derived`` from the bundle."""
+    """Yield each place at which what a directory ``stated`` differs from what the bundle gives."""
     for place, expected, actual in map(astuple, differences(derived, stated)):
         yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
 
 
 def _summarize_tensors(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
-    """How many tensors are the file's codes, codes that a rule made, or floats; and what was done to them."""
-    kinds = Counter[tuple[str, Chain]]()
-    for role, there in written.tensors.items():
+    """Yield the number of tensors of each type and chain: the file's codes, codes of a rule, or floats."""
+    counts = Counter[tuple[str, Chain]]()
+    for role, weight in written.tensors.items():
         if (chain := chains.get(role)) is None:
             continue
-        coded = "codes" if any(step in RULES for step in chain) else "the file's codes"
-        stored_as = (
-            there.tensor.dtype if isinstance(there, Stored) else coded if there.scheme else "no file, as they are 1"
-        )
-        # What is stored in a type has been rounded to it.
-        stored = chain and isinstance(there, Stored) and chain[-1].replace("FP16", "F16") == stored_as
-        kinds[stored_as, chain[:-1] if stored else chain] += 1
-    yield f"all {kinds.total()} are derived from the file's, every bit"
-    for (stored_as, chain), count in sorted(kinds.items()):
+        if isinstance(weight, Stored):
+            stored_as = weight.tensor.dtype
+            # The type itself says that numbers were rounded to it.
+            if chain and chain[-1].replace("FP16", "F16") == stored_as:
+                chain = chain[:-1]
+        elif weight.scheme:
+            stored_as = "codes" if any(step in RULES for step in chain) else "the file's codes"
+        else:
+            stored_as = "no file, as they are 1"
+        counts[stored_as, chain] += 1
+
+    yield f"all {counts.total()} are derived from the file's, every bit"
+    for (stored_as, chain), count in sorted(counts.items()):
         yield f"{count} in {stored_as}" + (f", rounded {_describe_chain(chain)}" if chain else "")
-    if beside := len(chains) - kinds.total():
+    if beside := len(chains) - counts.total():
         yield f"beside them {beside} have the file's codes"

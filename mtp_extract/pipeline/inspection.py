@@ -1,4 +1,4 @@
-"""What a file holds, as plain data: sections, tensors, and the drafter's roles with the evidence for each."""
+"""Describes a bundle or a checkpoint as plain data: sections, tensors, and the drafter's roles with their evidence."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from mtp_extract.proof.grids import list_rounded
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a bundle or a checkpoint holds."""
+    """The content of a bundle or a checkpoint."""
 
-    report: dict[str, Any]  # all of it, as ``mtp-inspect --json`` prints it
-    # Why the drafter cannot be extracted, or engines may load something else than the checkpoint seems to hold; None
-    # where nothing was found.
+    report: dict[str, Any]  # as ``mtp-inspect --json`` prints it
+    # Why the drafter cannot be extracted, or that an engine loads the checkpoint wrongly; None without a problem.
     problem: MtpExtractError | None
 
 
 def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> Inspection:
-    """Look at ``opened``. Only the header and flatbuffers are read, and weights only for ``graph``.
+    """Describe ``opened``. Only the header and flatbuffers are read; ``graph`` also reads the weights.
 
     Args:
         tensors: list every tensor of the drafter's model.
-        graph: list what every value is read as, every role with its evidence and every constant set aside; and prove
-            the checkpoint that it would give, which reads the weights.
+        graph: list how every value is read, every role with its evidence and every other constant; and prove the
+            checkpoint.
 
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
@@ -66,8 +65,9 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
 
 
 def _describe_file(opened: Opened, known_as: str | None) -> dict[str, Any]:
-    """The file, the name of the published one that it is, and its sections."""
-    source, bundle = opened.source, opened.bundle
+    """Describe the file, with the name of the published one that it is, and its sections."""
+    source = opened.source
+    bundle = opened.bundle
     return {
         "name": source.name,
         "size": source.size,
@@ -85,7 +85,7 @@ def _describe_file(opened: Opened, known_as: str | None) -> dict[str, Any]:
 
 
 def _trace_graph(opened: Opened) -> list[dict[str, Any]]:
-    """What every value of the drafter's graph is read as, up to the refusal; empty where there is no graph to read."""
+    """Describe how every value of the drafter's graph is read, up to the error; empty if the graph cannot be opened."""
     try:
         graph = opened.flat_graph()
     except MtpExtractError:
@@ -95,7 +95,7 @@ def _trace_graph(opened: Opened) -> list[dict[str, Any]]:
 
 
 def _list_tensors_of_refused(opened: Opened) -> dict[str, Any]:
-    """Every tensor of a drafter whose graph is refused; nothing where its model cannot be read either."""
+    """Describe the model of a drafter whose graph is refused; empty if the model cannot be read either."""
     try:
         model = opened.drafter_model()
     except MtpExtractError:
@@ -124,8 +124,9 @@ def _describe_drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
 
 
 def _describe_graph(drafter: Shard) -> dict[str, Any]:
-    """Every role with its constant and the evidence for it, every other constant, and the proof."""
-    model, walk = drafter.model, drafter.walk
+    """Describe every role with its constant and evidence, and every other constant; and prove the checkpoint."""
+    model = drafter.model
+    walk = drafter.walk
     roles = [
         (_describe_tensor(model, role.tensor) if role.tensor else {"type": None})
         | {"role": role.role, "shape": role.shape, "factor": role.factor, "why": role.why}
@@ -133,17 +134,20 @@ def _describe_graph(drafter: Shard) -> dict[str, Any]:
         | {"name_confirms": role.role in drafter.names.confirmed}
         for role in walk.roles
     ]
-    aside = [{**_describe_tensor(model, other.tensor), "op": other.op, "reason": other.reason} for other in walk.aside]
+    aside = [
+        {**_describe_tensor(model, constant.tensor), "op": constant.op, "reason": constant.reason}
+        for constant in walk.aside
+    ]
     with naming_file(model.region.source.name):
         proof = prove_drafter(drafter)
     return {"roles": roles, "set_aside": aside, "proof": proof}
 
 
 def _describe_model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
-    """Its signatures, and how large it is; with ``tensors`` every tensor."""
+    """Describe signatures and sizes of ``model``; with ``tensors`` every tensor."""
     all_tensors = [tensor for graph in model.subgraphs for tensor in graph.tensors]
 
-    def ends(signature: Signature, names: Mapping[str, int]) -> dict[str, Any]:
+    def describe_ends(signature: Signature, names: Mapping[str, int]) -> dict[str, Any]:
         by_name = {name: model.tensor(signature.subgraph, index) for name, index in names.items()}
         return {name: {"type": tensor.type_name, "shape": tensor.shape} for name, tensor in by_name.items()}
 
@@ -153,7 +157,8 @@ def _describe_model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
         "operators": sum(len(graph.operators) for graph in model.subgraphs),
         "signatures": [
             {"key": signature.key, "subgraph": signature.subgraph}
-            | {"inputs": ends(signature, signature.inputs), "outputs": ends(signature, signature.outputs)}
+            | {"inputs": describe_ends(signature, signature.inputs)}
+            | {"outputs": describe_ends(signature, signature.outputs)}
             for signature in model.signatures
         ],
         **({"tensors": [_describe_tensor(model, tensor) for tensor in all_tensors]} if tensors else {}),
@@ -161,7 +166,7 @@ def _describe_model(model: TfliteModel, tensors: bool) -> dict[str, Any]:
 
 
 def _describe_tensor(model: TfliteModel, tensor: Tensor) -> dict[str, Any]:
-    """A tensor with its quantization and where its bytes lie; of bytes that cannot be read, such as strings, why."""
+    """Describe a tensor, its quantization and the place of its bytes, or why they cannot be read, as with strings."""
     described = {"subgraph": tensor.subgraph, "index": tensor.index, "name": tensor.name, "type": tensor.type_name}
     described |= {"shape": tensor.shape, "quantization": None, "data": None}
     if (quantization := tensor.quantization) is not None:
@@ -188,14 +193,14 @@ def inspect_checkpoint(
     tensors: bool = False,
     reporter: Reporter = SILENT,
 ) -> Inspection:
-    """What the checkpoint at ``place`` holds, of whichever format, held against its record, if it has one.
+    """Describe the checkpoint at ``place``, of any format, and compare it with its record, if it has one.
 
     Args:
-        bundle: where it came from, which all is derived from again and compared with.
+        bundle: the bundle that it came from; every tensor is derived from it again and compared.
         tensors: list every weight.
 
     Raises:
-        CheckpointError: it is damaged, holds no drafter, or is not what its record or ``bundle`` says.
+        CheckpointError: it is damaged, holds no drafter, or differs from its record or from ``bundle``.
     """
     read = ReadDirectory.of(place)
     checks = list[Check]()
@@ -229,7 +234,7 @@ def _find_problem(read: ReadDirectory) -> CheckpointError | None:
 
 
 def _describe_contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:
-    """What the checkpoint is, and how its weights are stored; with ``tensors`` every weight."""
+    """Describe the checkpoint and how its weights are stored; with ``tensors`` every weight."""
     listed = list[dict[str, Any]]()
     for role, shape in shapes_of(read.written.config).items():
         weight = read.written.tensors.get(role.name)

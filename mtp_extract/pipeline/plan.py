@@ -1,4 +1,4 @@
-"""How a checkpoint is to be written: what extracting and converting both ask for."""
+"""The options of writing a checkpoint, for extracting and converting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DtypeName = Literal["bf16", "f16", "f32", "codes"]
 """Every type that a format is written in."""
 
 RuleName = Literal["q4_0", "q8_0", "int4", "int8"]
-"""Every rule that makes codes of floats: the names in :data:`~mtp_extract.checkpoint.rounding.RULES`."""
+"""Every rule that rounds floats to codes: the keys of :data:`~mtp_extract.checkpoint.rounding.RULES`."""
 
 
 @dataclass(frozen=True)
 class WritingPlan:
-    """As :func:`~mtp_extract.api.extract` explains it."""
+    """Options of writing a checkpoint; :func:`~mtp_extract.api.extract` explains them."""
 
     format: str | None = None
     dtype: DtypeName | None = None
@@ -27,20 +27,20 @@ class WritingPlan:
     quantize: RuleName | None = None
 
     def __post_init__(self) -> None:
-        """Raise PlanError where a name is none of its choices."""
+        """Raise PlanError if an option is none of its choices."""
         check_choice("dtype", self.dtype, get_args(DtypeName))
         check_choice("quantize", self.quantize, get_args(RuleName))
         if self.format is not None and self.format.lower() not in choices():
             check_choice("format", self.format, choices())
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:
-        """The name of the format that is to be written, which can be written so.
+        """Return the name of the format to write.
 
         Args:
-            architecture: of the drafter; an engine loads each in a format of its own.
+            architecture: of the drafter; an engine loads each architecture in its own format.
 
         Raises:
-            UnsupportedError: the engine loads no such drafter, or the format has no such type.
+            UnsupportedError: the engine does not load the architecture, or the format does not have the dtype.
         """
         name = choose(self.format, architecture)
         listed = EVERY[name]

@@ -1,8 +1,7 @@
-"""The skeleton of a drafter: its section with every weight left out, for whoever reports a file.
+"""Writes the skeleton of a drafter: its section without weights, to attach to an issue.
 
-What a role owns is no more there: codes are 0, scales and the numbers of norms 1, so that the graph is read, or
-refused, as before. Tables of RoPE, masks and shapes stay. Where a graph could not be read to its end, what may be a
-weight is taken for one.
+Codes of weights become 0, scales and norms 1, so that the graph is read, or refused, as before. RoPE tables, masks and
+shapes stay. If the graph cannot be read to its end, every constant that may be a weight is left out.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ _ONE: dict[TensorType | None, bytes] = {
     TensorType.BFLOAT16: b"\x80?",
 }
 _LARGEST_NUMBER = 1 << 12
-"""Elements of the largest constant that is no weight where nothing else is known of it."""
+"""A constant of more elements counts as a weight if nothing else is known about it."""
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What was written."""
+    """A skeleton that was written."""
 
     path: Path
-    size: int  # of the file, in bytes
-    weights: int  # how many constants were left out because they play a role, and
-    doubtful: int  # because they may play one
-    left_out: int  # their bytes
+    size: int  # bytes of the file
+    weights: int  # constants that were left out because they play a role
+    doubtful: int  # constants that were left out because they may play one
+    left_out: int  # bytes of both
 
 
 def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
     """Write the drafter's section of ``source`` without its weights to the new file ``out``.
 
     Raises:
-        NoDrafterError, SourceError, FormatError, OutputError: as their names say; nothing is left behind.
+        NoDrafterError, SourceError, FormatError, OutputError: as the names say; no file is left behind.
         UnsupportedError: the weights lie in a section of their own.
     """
     with open_bundle(source) as opened:
@@ -63,21 +62,21 @@ def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
             why = "its weights lie in a section of their own. Give the model's section alone: that holds none."
             raise UnsupportedError(f"{opened.source.name}: {why}")
         opened.prefetch()
-        blank, left_out = _blank_weights(model, (*roles, *doubtful))
+        blank, left_out = _clear_weights(model, (*roles, *doubtful))
         content = pack_skeleton(bytes(blank))
         with staged(out, overwrite=False, inputs=(opened.source.path,)) as stage:
             stage.write_bytes(content)
     return Skeleton(Path(out), len(content), len(roles), len(doubtful), left_out)
 
 
-def _blank_weights(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray, int]:
-    """The model without the numbers and scales of ``weights``, and how many bytes of it were left out."""
+def _clear_weights(model: TfliteModel, weights: Collection[Tensor]) -> tuple[bytearray, int]:
+    """Return the bytes of the model without numbers and scales of ``weights``, and the number of bytes left out."""
     blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
     left_out = 0
     for tensor in weights:
         place = model.data_of(tensor)
         begin = place.begin - model.region.begin
-        # Zeros; of vectors of floats, ones.
+        # Matrices become zeros, vectors of floats ones.
         unit = b"\0" if len(tensor.shape) == 2 else _ONE.get(tensor.type, b"\0")
         blank[begin : begin + place.size] = unit * (place.size // len(unit))
         left_out += place.size
@@ -90,7 +89,7 @@ _Key = tuple[int, int]
 
 
 def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
-    """The model, the constants that play a role in it, and those that may."""
+    """Return the model, the constants that play a role in it, and those that may play one."""
     model = opened.drafter_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
     roles = dict[_Key, Tensor]()
@@ -98,7 +97,7 @@ def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tenso
     largest = _LARGEST_NUMBER
     scalars = list[Tensor]()
     with suppress(MtpExtractError):
-        # What is refused here is what the skeleton is made for.
+        # A skeleton is meant for graphs that are refused.
         graph = opened.flat_graph()
         largest = 1
         scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)]
@@ -106,20 +105,21 @@ def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tenso
         with suppress(MtpExtractError):
             walker.walk()
             not_weights = set(graph.constants)
-        roles = {_find_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
+        roles = {_get_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
         not_weights = not_weights or _find_other_constants(graph)
-    numbers = (t for t in stored if t.type in NUMBER_TYPES and t.elements > largest and _find_key(t) not in not_weights)
-    doubtful = [tensor for tensor in (*numbers, *scalars) if _find_key(tensor) not in roles]
+    possible = [tensor for tensor in stored if tensor.type in NUMBER_TYPES and tensor.elements > largest]
+    possible = [tensor for tensor in possible if _get_key(tensor) not in not_weights]
+    doubtful = [tensor for tensor in (*possible, *scalars) if _get_key(tensor) not in roles]
     return model, list(roles.values()), doubtful
 
 
-def _find_key(tensor: Tensor) -> _Key:
+def _get_key(tensor: Tensor) -> _Key:
     return tensor.subgraph, tensor.index
 
 
 def _find_other_constants(graph: FlatGraph) -> set[_Key]:
-    """The constants that play no role, of a graph that could not be read to its end."""
-    # From the end: what a value is for is said by what is made of it.
+    """Find the constants that play no role in a graph that could not be read to its end."""
+    # From the end: the results of a value tell what it is used for.
     may_be = dict[int, bool]()
     for node in reversed(graph.nodes):
         may_be |= {id(result): _may_be_weight(graph, result, may_be) for result in node.outputs}
@@ -127,10 +127,9 @@ def _find_other_constants(graph: FlatGraph) -> set[_Key]:
 
 
 def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -> bool:
-    """Whether a constant meets an activation otherwise than by being chosen, or is a matrix of a product.
+    """Whether a constant is a matrix of a product, or is computed with an activation, selecting and moving left out.
 
-    A rotation is not: all that there is to know of it is that it is one. ``may_be`` has the same, by id, of the values
-    that are made of it.
+    A rotation is no weight. ``may_be`` has the answer for each result of the constant, by id.
     """
     for node, _ in value.consumers:
         if node.kind == PRODUCT and _is_rotation(graph, node):
@@ -155,7 +154,7 @@ def _is_rotation(graph: FlatGraph, node: Node) -> bool:
 
 
 def _is_named_scalar(value: Value) -> bool:
-    """Whether the one number that it is has the published name of a layer's scalar."""
+    """Whether ``value`` is one number with the published name of a layer's scalar."""
     if value.tensor.elements != 1 or value.tensor.type not in FLOAT_TYPES:
         return False
     scalars = {role.name.rpartition(".")[2] for role in role_table() if role.kind == SCALAR}
@@ -164,7 +163,7 @@ def _is_named_scalar(value: Value) -> bool:
 
 
 def _reset_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:
-    """Make 1 of every scale of a weight, and of every list of scales: of an activation there is one."""
+    """Set to 1 every scale of a weight, and every list of several scales, since an activation has one."""
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         quantization = tensor.quantization
         if (

@@ -1,8 +1,8 @@
-"""What can be read of a drafter whose graph cannot be proven, each part by itself, and what stands for the proof.
+"""Reads as much as possible of a drafter whose graph cannot be proven.
 
-First an operator that is not known is taken for the operand that it is like, and all else is read and proven as
-always. Where that does not do, weights are found by their places outside of attentions, else by published names; what
-attentions alone say (theta, window, types of layers) is then that of the known geometry whose shapes these are.
+First, every unknown operator is replaced by its operand, and the rest is read and proven as usual. If that fails,
+weights are found by their places in the graph outside of attention, or else by published names. Theta, window and types
+of layers, which only attention shows, are then taken from the known geometry that has the same shapes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mtp_extract.graph.roles import FoundRole, in_order, roles_named, set_aside
 from mtp_extract.proof.proof import Proof
 
 _Candidates = dict[str, dict[int, tuple[Value, tuple[str, ...]]]]
-"""Role → the constants that may play it, by their ids, with the names that say so."""
+"""Role → id of a constant that may play it → that constant, with the names that say so."""
 
 _MOST_PASSED = 64
-"""Operators that are taken for an operand of theirs: a few kinds, once or twice a layer."""
+"""Most operators that are replaced by their operand: a few kinds, once or twice in a layer."""
 
 
 @contextmanager
 def suggest_unproven(opened: Opened) -> Iterator[None]:
-    """A graph that is refused for what this release does not know can be extracted without a proof: that is said."""
+    """Let an error for a graph that this release does not know suggest an extraction without a proof."""
     try:
         with naming_file(opened.source.name):
             yield
@@ -55,15 +55,15 @@ def suggest_unproven(opened: Opened) -> Iterator[None]:
 def read_unproven(
     opened: Opened, sliding_window: int | None, prove: Callable[[Shard], Proof]
 ) -> tuple[Shard, Proof | None]:
-    """The drafter of ``opened`` and its proof; where there is none, ``not_proven`` of the drafter says why.
+    """Read the drafter of ``opened``, and prove it if possible; without a proof its ``not_proven`` says why.
 
     Args:
         sliding_window: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
-        prove: what the proof of a drafter is made by.
+        prove: proves a drafter.
 
     Raises:
-        ProofError: the graph was read, and is no drafter's function.
-        UnsupportedError: too little of it can be read, or it is known to be no drafter.
+        ProofError: the graph was read, and does not compute a drafter.
+        UnsupportedError: too little of the graph can be read, or it is known to be no drafter.
         MtpExtractError: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
     """
     passed = dict[tuple[int, int], str]()
@@ -80,8 +80,8 @@ def read_unproven(
                 break
             passed[error.place] = error.label
         except (RoleError, UnsupportedError, ProofError) as error:
-            # What a user can say, a drafter of another kind, and a graph that was read, as it is, and is no drafter's
-            # function, are not for want of knowledge.
+            # Not caused by missing knowledge: an option that the user can set, a drafter of another kind, and a graph
+            # that was read as it is and does not compute a drafter.
             is_refuted = isinstance(error, ProofError) and not passed
             if error.remedies or isinstance(error, AnotherKindError) or is_refuted:
                 raise
@@ -99,17 +99,17 @@ def read_unproven(
     except UnsupportedError:
         if drafter is None:
             raise
-    # What was read is all that there is of a geometry that is not known.
+    # The geometry is not a known one: the graph as it was read is all there is.
     return _mark_unproven(drafter, refusals, "what it computes was read, and not proven"), None
 
 
 def _mark_unproven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
-    """``drafter`` with what it was refused for, and what was ``read`` all the same."""
+    """Return ``drafter`` with the reasons for which it is not proven; ``read`` says what was read nevertheless."""
     return replace(drafter, not_proven=(*_merge_refusals(refusals), read, _describe_counts(drafter.walk.roles)))
 
 
 def _merge_refusals(refusals: Collection[str]) -> list[str]:
-    """``refusals``, each kind once: how many more operators were refused for it stands behind the first."""
+    """Keep the first of ``refusals`` of each kind, with the number of further operators behind it."""
     kinds = dict[str, list[str]]()
     for refusal in refusals:
         kinds.setdefault(re.sub(r"^op \d+ | of subgraph \d+", "", refusal), []).append(refusal)
@@ -120,12 +120,12 @@ def _merge_refusals(refusals: Collection[str]) -> list[str]:
 
 
 def _shorten_error(error: Exception, opened: Opened) -> str:
-    """What ``error`` says, without the name of the file and what to do."""
+    """Return the text of ``error`` without the file's name and the advice."""
     return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
 
 
 def _describe_counts(roles: Collection[FoundRole], named: Collection[str] = ()) -> str:
-    """How many matrices and vectors were found by their places, and by names: what several roles share, once."""
+    """Describe how many matrices and vectors were found by place and by name; a shared constant counts once."""
     parts = []
     for noun, rank in (("matrices", 2), ("vectors", 1)):
         stored = {role.key: role.role in named for role in roles if role.key is not None and len(role.shape) == rank}
@@ -137,13 +137,16 @@ def _describe_counts(roles: Collection[FoundRole], named: Collection[str] = ()) 
 
 
 def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
-    """The drafter with the weights that place or name tells, in the known geometry that fits; UnsupportedError where
-    none does, or a matrix is stored in a way that is no weight's."""
+    """Read the weights that places or names identify, and return the drafter with the known geometry that fits.
+
+    Raises:
+        UnsupportedError: no known geometry fits, or a matrix is stored in a way that is not supported.
+    """
     graph = opened.flat_graph()
     require_kind(graph)
     walked = DrafterWalk(read_drafter(graph, strict=False))
     placed = dict[str, FoundRole]()
-    # What lies outside of attentions, if the stream can be followed to its end.
+    # Weights outside of attention have places if the residual stream can be followed to its end.
     with suppress(RoleError, UnsupportedError):
         walked.walk_outside()
         placed = {role.role: role for role in walked.roles}
@@ -155,9 +158,9 @@ def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals
         if named is None or len(kv) < len(config.kv_layers):
             continue
         drafter = opened.shard(graph, _build_walk(walked, config, [*placed.values(), *named]), config, kv)
-        shaped = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
+        assumed = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
         counts = _describe_counts(drafter.walk.roles, {role.role for role in named})
-        return replace(drafter, not_proven=(*_merge_refusals(refusals), shaped, counts))
+        return replace(drafter, not_proven=(*_merge_refusals(refusals), assumed, counts))
     raise UnsupportedError(
         f"{'; '.join(_merge_refusals(refusals))}. Without a proof it cannot be read either: by place and name, its "
         "weights are those of no geometry that is known. Please report the file."
@@ -167,9 +170,9 @@ def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals
 def _find_missing_roles(
     graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], candidates: _Candidates
 ) -> list[FoundRole] | None:
-    """What names tell of the roles that were not ``placed``; None where a role is lacking, or of another shape."""
+    """Find by name the roles that were not ``placed``; None if a role is missing or has another shape."""
     shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
-    named = {by_name.role: by_name for by_name in _choose_named(candidates, shapes)}
+    named = {role.role: role for role in _choose_named(candidates, shapes)}
     shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
     if any(shape_of_role.get(role.role) != role.shape for role in placed.values()):
         return None
@@ -180,7 +183,7 @@ def _find_missing_roles(
 
 
 def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
-    """What a walk would hold of a graph whose attentions were not read."""
+    """Build the walk of a graph whose attention was not read."""
     roles = in_order(roles_found)
     caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
     return Walk(
@@ -197,17 +200,19 @@ def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collect
 
 
 def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
-    """The shape of a known drafter, with what ``walked`` read of norms, gates and soft cap."""
-    rest = geometry["published"]
+    """Build the config of a known geometry, with epsilon, activation and soft cap that ``walked`` read, if any."""
+    published = geometry["published"]
+    window = sliding_window or geometry["sliding_window"]
     layers = tuple(
-        LayerConfig(kind, head_dim, kv_heads, window if "sliding" in kind else None, RopeConfig(**rest["rope"][kind]))
-        for kind, head_dim, kv_heads in zip(
-            rest["layer_types"], geometry["head_dims"], geometry["num_kv_heads"], strict=True
+        LayerConfig(
+            kind, head_dim, kv_heads, window if "sliding" in kind else None, RopeConfig(**published["rope"][kind])
         )
-        for window in (sliding_window or geometry["sliding_window"],)
+        for kind, head_dim, kv_heads in zip(
+            published["layer_types"], geometry["head_dims"], geometry["num_kv_heads"], strict=True
+        )
     )
     sizes = ("backbone_hidden_size", "hidden_size", "intermediate_size", "vocab_size", "num_heads")
-    config = DrafterConfig(**{size: geometry[size] for size in sizes}, layers=layers, **rest["numbers"])
+    config = DrafterConfig(**{size: geometry[size] for size in sizes}, layers=layers, **published["numbers"])
     if walked is None:
         return config
     config = replace(config, rms_norm_eps=walked.one_epsilon(), hidden_activation=walked.one_activation())
@@ -215,8 +220,11 @@ def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, slidi
 
 
 def _find_candidates(graph: FlatGraph) -> _Candidates:
-    """By role, the constants that have a published name of it: each constant's names are looked at once.
-    UnsupportedError where a matrix is a rotation, or stored so that LiteRT reads it otherwise."""
+    """Find the constants that have a published name of a role.
+
+    Raises:
+        UnsupportedError: a matrix is a rotation, or stored in a way that LiteRT reads otherwise.
+    """
     matrices = list[tuple[Value, tuple[str, ...]]]()
     for node in graph.nodes:
         if node.kind == PRODUCT and not node.operand(1).depends:
@@ -241,7 +249,7 @@ def _find_candidates(graph: FlatGraph) -> _Candidates:
 
 
 def _choose_named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]]) -> Iterator[FoundRole]:
-    """Of the roles of ``shapes`` those that one constant of that shape has a published name of."""
+    """Yield each role of ``shapes`` for which exactly one candidate has the right number of elements."""
     for role, shape in shapes.items():
         of_shape = [
             (value, names)
@@ -254,20 +262,23 @@ def _choose_named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]
 
 
 def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Collection[FoundRole]) -> None:
-    """Raise UnsupportedError where a sum of the stream's width is multiplied by a number that plays no role: a layer
-    may have no scalar, but none that is there may be taken for 1 because its name is another."""
+    """Raise UnsupportedError if a sum of the hidden size is multiplied by a number that plays no role.
+
+    A layer may have no scalar, but an existing scalar with another name must not be taken for 1.
+    """
     named_keys = {role.key for role in named}
     for node in graph.nodes:
         if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:
             continue
-        numbers = [v for v in node.inputs if v is not None and v.constant and v.tensor.elements == 1]
-        sums = [v for v in node.inputs if v is not None and v.producer is not None and v.producer.kind == "ADD"]
-        if sums and any((v.tensor.subgraph, v.tensor.index) not in named_keys for v in numbers):
+        inputs = [value for value in node.inputs if value is not None]
+        numbers = [value.tensor for value in inputs if value.constant and value.tensor.elements == 1]
+        has_sum = any(value.producer is not None and value.producer.kind == "ADD" for value in inputs)
+        if has_sum and any((number.subgraph, number.index) not in named_keys for number in numbers):
             raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
 
 
 def _find_caches(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:
-    """By type of layer, the inputs that hold its K and V: of those of its shape the first, for full layers the last."""
+    """Choose the inputs that hold K and V for each layer type: the first of that shape, for full layers the last."""
     cache_names = dict[str, tuple[str, str]]()
     for kind, layer in config.kv_layers.items():
         wanted = {layer.num_kv_heads, layer.head_dim}

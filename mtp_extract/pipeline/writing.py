@@ -1,7 +1,6 @@
-"""From a checkpoint to a directory with its record and its card: what extracting, converting and tuning share; and
-converting, which reads a directory.
+"""Writes a checkpoint as a directory with record and card, for extracting, converting and tuning; and converts.
 
-Plan (how every weight is stored), write into the stage, read back, require the same bits, then record and card.
+The steps: plan how every weight is stored, write into a stage, read back, require the same bits, write card and record.
 """
 
 from __future__ import annotations
@@ -35,20 +34,23 @@ from mtp_extract.report.card import model_card, roundings
 
 @dataclass(frozen=True)
 class ExtractionResult:
-    """What an extraction or a conversion did."""
+    """The result of an extraction or a conversion."""
 
     directory: Path
     files: dict[str, int]  # name → size in bytes
     record: dict[str, Any]  # the content of ``extraction.json``
-    parameters: int  # how many numbers the drafter has
+    parameters: int  # numbers of the drafter
     integers: int  # how many weights are held as integers with scales; what several share, once
-    notes: tuple[str, ...]  # for the user: things worth knowing that are not errors
+    notes: tuple[str, ...]  # for the user
 
 
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
-    """``checkpoint`` as the format called ``name`` will hold it, in the format's own type where ``plan`` names none;
-    UnsupportedError where something would be rounded that may not be, or the format cannot hold what was asked for."""
-    # Asked of what was read: of a damaged configuration nobody knows the architecture before.
+    """Plan how the format called ``name`` stores ``checkpoint``; its default dtype is used if ``plan`` has none.
+
+    Raises:
+        UnsupportedError: the format is for another architecture, or cannot do what ``plan`` asks for.
+    """
+    # Checked here since only reading the config tells the architecture for sure.
     if (architecture := EVERY[name].architecture) != checkpoint.architecture.name:
         raise UnsupportedError(
             f"The {name} format holds drafters of the architecture {architecture}, and this is one of "
@@ -71,8 +73,7 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
 
 
 def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) -> Checkpoint:
-    """``checkpoint`` with every matrix that has no codes rounded by the rule ``name``, where the format then stores it
-    as codes.
+    """Round by the rule ``name`` every matrix without codes that the format then stores as codes.
 
     Roles that share a weight share its codes.
     """
@@ -96,7 +97,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
 
 
 def _list_rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
-    """The matrices that a rule may round: of an ordered head that the format holds, rows of floats are read."""
+    """List the matrices that a rule may round: not those of an ordered head, of which engines read rows of floats."""
     roles = shapes_of(checkpoint.config)
     indices = [role for role in roles if role.kind == INDEX]
     has_ordered_head = any(format_.store(role, checkpoint.tensors[role.name], dtype).how == INDICES for role in indices)
@@ -115,19 +116,17 @@ def write(
     reporter: Reporter = SILENT,
     every_float: bool = True,
 ) -> ExtractionResult:
-    """Write the files that are ``planned`` into the directory ``target``, compare what is read there, and write the
-    card and the record.
+    """Write the ``planned`` files into the directory ``target``, read them back and compare; add card and record.
 
     Args:
-        origin: what the record says of where the weights came from, of a proof and of a training.
-        notes: for the user, besides those on how weights are stored.
+        origin: the record's fields on the origin, a proof and a training.
+        notes: for the user, before those on how weights are stored.
         overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
-        reporter: told of the bytes written.
-        every_float: whether all floats are made and compared once more than as the bytes of their file, or of each
-            weight the first and the last rows.
+        reporter: is told the bytes written.
+        every_float: compare all floats; if False, only the first and the last rows of each weight.
 
     Raises:
-        OutputError, CheckpointError: it cannot be written, or reads back differently; nothing is left behind.
+        OutputError, CheckpointError: it cannot be written, or reads back differently; no file is left behind.
     """
     rules = [weight.rule for weight in planned.checkpoint.tensors.values() if weight.rule]
     remarks = list(notes)
@@ -138,7 +137,7 @@ def write(
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
         _compare_written(planned, stage, every_float)
         record = _build_record(planned, origin, rules[0] if rules else None, files)
-        # The card is made of the record, which lists it.
+        # The card is rendered from the record, which lists the card afterwards.
         files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
         write_file(stage, OutputFile(RECORD, text=json_text(record)))
         read_record(stage)
@@ -156,7 +155,7 @@ def write(
 def _build_record(
     planned: Plan, origin: Mapping[str, Any], rule: str | None, files: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of ``extraction.json``, in the order in which it is written."""
+    """Build the content of ``extraction.json``, in the order of the file."""
     return {
         "format_version": 5,
         "tool": {"name": "mtp-extract", "version": __version__},
@@ -171,11 +170,11 @@ def _build_record(
 
 
 def _compare_written(planned: Plan, stage: Path, every_float: bool) -> None:
-    """Read what lies in ``stage`` and compare it with what was ``planned``; CheckpointError where it differs."""
+    """Raise CheckpointError if the checkpoint in ``stage`` differs from what was ``planned``."""
     back = format_named(planned.layout).read(stage)
     require_same(planned, back, every_float=every_float)
     if every_float:
-        # Codes that are not those of the floats they lie beside are refused where they are read.
+        # Raises if codes do not give the floats that they lie beside.
         with_codes(stage, back.tensors)
 
 
@@ -187,28 +186,31 @@ def convert_checkpoint(
     overwrite: bool = False,
     reporter: Reporter = SILENT,
 ) -> ExtractionResult:
-    """Write the drafter in ``directory`` to ``out`` as ``plan`` says: :func:`mtp_extract.convert` explains it."""
-    place, name = with_record(directory), name_of(directory)
+    """Write the drafter in ``directory`` to ``out`` as ``plan`` says; see :func:`mtp_extract.convert`."""
+    place = with_record(directory)
+    name = name_of(directory)
     chosen = plan.choose(EVERY[format_of(place).name].architecture)
     target = Path(out if out is not None else f"{Path(name).stem if directory.is_file() else name}-{chosen}")
-    to: dict[str, Any] = {"overwrite": overwrite, "inputs": (place,)}
-    check_place(target, **to, listed=recorded)
+    check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
     read = ReadDirectory.of(place)
     planned = prepare(read.checkpoint, chosen, plan)
     notes = [*read.checkpoint.notes, *_note_earlier_rounding(read, planned)]
-    return write(planned, target, origin_of(read, planned), notes, **to, reporter=reporter)
+    origin = origin_of(read, planned)
+    return write(planned, target, origin, notes, overwrite=overwrite, inputs=(place,), reporter=reporter)
 
 
 def _note_earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
-    """A note, where the weights were rounded on the way here to what they would not be rounded to now."""
-    before = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
-    if lost := ", ".join(word for word in before if word not in planned.rounded):
+    """Yield a note if the weights were rounded before in a way in which they would not be rounded now."""
+    earlier = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
+    if lost := ", ".join(rounding for rounding in earlier if rounding not in planned.rounded):
         yield f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
 
 
 def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
-    """What the record says of the origin, a proof and a training of what is ``planned``, which was made of what was
-    ``read``; nothing of an ordered head that is left out."""
+    """Return the record's fields on origin, proof and training for what is ``planned`` from the directory ``read``.
+
+    An ordered head that the format leaves out is not carried over.
+    """
     record = read.record
     carried_over = ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
     if planned.has(INDICES):
