@@ -38,10 +38,7 @@ class _Scheme(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def add_codes(plan: Plan) -> Plan:
-    """Return ``plan`` with a further file: codes, scales and zero points of the matrices that it stores as floats.
-
-    A plan without such matrices is returned as it is.
-    """
+    """Return ``plan`` with a further file for the integers, if any, of the matrices that it stores as floats."""
     weights, *others = plan.files
     tensors: list[PlannedTensor] = []
     schemes: dict[str, _Scheme] = {}

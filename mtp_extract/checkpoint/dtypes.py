@@ -96,10 +96,7 @@ def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
 
 
 def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
-    """Pack ``codes``, int8 ``[rows, columns]`` of ``bits`` bits, as ``[rows, row_bytes(columns, bits, unit)]``.
-
-    Rows are padded with 0.
-    """
+    """Pack ``codes``, int8 ``[rows, columns]``, as ``[rows, row_bytes(columns, bits, unit)]``, padded with 0."""
     rows, columns = codes.shape
     stored = np.zeros((rows, row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
     np.add(codes.view(np.uint8), np.uint8(1 << bits - 1), out=stored[:, :columns])
@@ -126,9 +123,9 @@ class BlockType:
         return np.dtype([("step", "<f2"), ("codes", "u1", (BLOCK * self.bits // 8,))])
 
     def pack(self, codes: Integers, steps: Floats) -> Bytes:
-        """Pack codes, int8 ``[rows, columns]``, and their steps as ``[rows, bytes of a row]``.
+        """Pack codes, int8 ``[rows, columns]``, with their steps, which FP16 holds, as ``[rows, bytes of a row]``.
 
-        Steps are exact in FP16; each belongs to one block of a row, or to several in a row.
+        A step may belong to several blocks of a row.
         """
         rows, blocks = len(codes), codes.shape[1] // BLOCK
         packed = np.empty((rows, blocks), self.block)

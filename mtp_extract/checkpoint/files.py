@@ -88,10 +88,7 @@ def json_text(document: Mapping[str, Any]) -> str:
 def plan_rows(
     name: str, weight: Weight, dtype: str, produce_rows: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
 ) -> PlannedTensor:
-    """Plan a tensor whose data ``produce_rows(first, last)`` gives, for a few rows of ``weight`` at a time.
-
-    ``shape`` is that of ``weight`` by default.
-    """
+    """Plan a tensor whose rows ``produce_rows(first, last)`` returns; its shape is that of ``weight`` by default."""
     return PlannedTensor(name, dtype, shape or weight.shape, lambda: (produce_rows(*r) for r in row_ranges(weight)))
 
 
@@ -161,7 +158,6 @@ def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[di
 
 
 def _produce_bytes(tensor: PlannedTensor, alignment: int) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of ``tensor`` and the padding behind them."""
     written = 0
     for rows in tensor.produce():
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
@@ -178,7 +174,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def _compute_sums(path: Path) -> tuple[str, str]:
-    """Return XXH3-128 and SHA-256 of the file at ``path``."""
+    """XXH3-128 and SHA-256."""
     xxh3 = xxh3_128()
     sha256 = hashlib.sha256()
     with open_regular(path) as file:

@@ -59,10 +59,7 @@ class StoredAs:
             yield "Rounded", f"{numbers} to {self.rounded_to}, by at most {roundoff:.1e} of each"
 
     def tensor(self, name: str) -> PlannedTensor:
-        """Plan its rounded floats, or its indices, as a tensor called ``name``.
-
-        Producing the floats raises CheckpointError for an infinity or NaN.
-        """
+        """Plan its rounded floats, or indices, as a tensor called ``name``; an infinity or NaN is an error."""
         if self.how == INDICES:
             return plan_array(name, self.weight.indices())
         dtype = ROUNDED_TO[self.rounded_to]
@@ -162,11 +159,7 @@ class Plan:
 def store_all(
     store: Callable[[Role, Weight, str], StoredAs], checkpoint: Checkpoint, dtype: str
 ) -> dict[str, StoredAs]:
-    """Decide by ``store``, a format's, how each weight is stored: role → decision, in order.
-
-    Raises:
-        CheckpointError: a required weight is missing.
-    """
+    """Decide by ``store`` how each role is stored, in order; CheckpointError if a required weight is missing."""
     tensors = checkpoint.whole().tensors
     return {role.name: store(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
 

@@ -30,35 +30,35 @@ class Written(Record, kw_only=True):
 
     layout: str  #: name of the format
     dtype: Literal["codes", "f32", "bf16", "f16"]  #: type of the numbers
-    rounded: list[str]  #: what numbers that engines load were rounded to (`BF16`), or scales of codes (`FP16 scales`)
-    rule: Literal["q4_0", "q8_0", "int4", "int8"] | None  #: by which codes were made of floats; null where none were
+    rounded: list[str]  #: roundings of numbers that engines load (`BF16`), or of scales of codes (`FP16 scales`)
+    rule: Literal["q4_0", "q8_0", "int4", "int8"] | None  #: by which floats were rounded to codes; null without one
 
 
 class Step(Written, kw_only=True):
-    """A directory that was converted; of one without a record, what it shows."""
+    """A directory that was converted; without a record, the facts that its files show."""
 
-    version: str | None  #: of mtp-extract that wrote it; null where another program did
-    files: dict[str, Sha256]  #: by name: SHA-256 of each file with tensors
+    version: str | None  #: of the mtp-extract that wrote it; null for another program
+    files: dict[str, Sha256]  #: name → SHA-256 of each file with tensors
 
 
 class Extraction(Written, kw_only=True):
     format_version: Literal[5]  #: version of this file: 5
-    tool: Tool  #: what wrote it
+    tool: Tool  #: the program that wrote it
     source: Source  #: the file the drafter was taken from
-    converted_from: list[Step]  #: the directories it has been since, the last one last; empty for an extraction
+    converted_from: list[Step]  #: the directories in between, the latest last; empty for an extraction
     known_as: str | None  #: name of the geometry, such as "Gemma 4 E4B"; null for one that is not known
-    geometry: dict[str, Any]  #: the drafter's shape, which is its config's and, of a bundle, the graph's
-    files: dict[str, File]  #: by name: every file but this one; the card as it was written
-    shared: list[Annotated[list[str], Meta(min_length=2)]]  #: roles that are one constant of the file
-    #: by role of a matrix: static quantization of what goes in and comes out; null where it is float
+    geometry: dict[str, Any]  #: the drafter's shape, as its config and the bundle's graph have it
+    files: dict[str, File]  #: name → every file but this one; the card as it was written
+    shared: list[Annotated[list[str], Meta(min_length=2)]]  #: roles that share a constant of the bundle
+    #: role of a matrix → static quantization of its input and its output; null for floats
     activations: Pairs
-    #: what was proven when it was extracted, of the numbers before rounding; null where the origin is unknown, the
+    #: what was proven when it was extracted, about the numbers before rounding; null if the origin is unknown, the
     #: weights were tuned or an ordered head was made here
     proof: list[str] | None
-    #: why it was not proven when it was extracted, and what stands for it; absent where it was
+    #: why it was not proven when it was extracted, and what was read nevertheless; absent if it was proven
     not_proven: list[str] | UnsetType = UNSET
-    tuning: Tuning | UnsetType = UNSET  #: how the weights were tuned, with the figures of the directory written then
-    ordered_head: OrderedHead | UnsetType = UNSET  #: of what an ordered head was made here, with such figures
+    tuning: Tuning | UnsetType = UNSET  #: how the weights were tuned, with the figures of that time
+    ordered_head: OrderedHead | UnsetType = UNSET  #: how an ordered head was made here, with the figures of that time
 
 
 class Source(Record):
@@ -67,8 +67,8 @@ class Source(Record):
     #: `litertlm` for a bundle, `tflite` for a bare model, `checkpoint` for a directory of unknown origin
     kind: Literal["litertlm", "tflite", "checkpoint"]
     version: str | None  #: of the container; null for a bare model
-    #: what identifies the bytes beyond their name. Hub: `repository`, `path`, `revision`, `commit` and `etag`, of a
-    #: large file the SHA-256 that the Hub states, which is not computed here; a URL: `url`, `etag`, `last_modified`;
+    #: what identifies the bytes, beside the name. Hub: `repository`, `path`, `revision`, `commit` and `etag`, which for
+    #: a large file is the SHA-256 that the Hub states (not computed here); a URL: `url`, `etag`, `last_modified`;
     #: empty for a local file
     provenance: dict[str, str]
     section: Section | None  #: the drafter's section; null for a checkpoint
@@ -89,10 +89,10 @@ class File(Record):
 
 
 class Fitted(Excerpt):
-    """What a training made, and what held-out text said of it."""
+    """The result of a training, with its figures on held-out text."""
 
-    base: str  #: as it was named; of a directory its name alone
-    refused: list[str]  #: why it was not accepted; then it was written because that was asked for
+    base: str  #: as it was named; for a directory, its last part
+    refused: list[str]  #: why it was not accepted; it was written because the user asked for that
     overall: Comparison  #: over the held-out texts of the workloads that were trained on
 
 
@@ -105,14 +105,14 @@ class Tuning(Fitted):
 
 class OrderedHead(Fitted):
     centroids: Annotated[int, Meta(ge=2)]  #: number of clusters
-    top_k: Positive  #: clusters that are looked into
+    top_k: Positive  #: clusters that a draft step looks into
     rows_read: Positive  #: rows of the head, centroids among them, that a draft step reads
-    rows_dense: Positive  #: what the dense head reads
+    rows_dense: Positive  #: rows that the dense head reads
 
 
 class Comparison(Excerpt):
-    texts: Count  #: held out
-    rounds: Saving  #: before for one after
+    texts: Count  #: held-out texts
+    rounds: Saving  #: rounds before for one round after
 
 
 class Saving(Excerpt):

@@ -66,10 +66,9 @@ class Rule:
         return Weight(original.shape, read_codes, packing, compute_steps, origin=original.origin, rule=self.name)
 
     def _round(self, blocks: Floats) -> tuple[Codes, Floats]:
-        """Return the codes of ``blocks``, float32 ``[blocks, block]``, and their steps, float32 ``[blocks]``.
+        """Return the codes of ``blocks``, ``[count, block]``, and their steps, ``[count]``.
 
-        Rules of rows are ai-edge-quantizer's (symmetric, F32 steps); rules of blocks are ggml's (FP16 steps), as the
-        ``gguf`` package implements them.
+        Rules of rows are ai-edge-quantizer's (symmetric, F32 steps), rules of blocks ggml's (FP16 steps).
         """
         if not np.isfinite(blocks).all():
             raise UnsupportedError("Numbers that are not finite cannot be rounded to integers.")

@@ -199,7 +199,7 @@ def of_array(array: Floats | Indices) -> Weight:
     """Return the weight of an array in memory: float32, or the int64 indices of an ordered head."""
     rows = np.ascontiguousarray(array).reshape(find_matrix_shape(array.shape))
 
-    # Keeps the array alive, so that no other gets its id.
+    # ``kept`` keeps the array alive, so that no other array gets its id.
     def read(first: int, last: int, kept: Rows = array) -> Rows:
         return rows[first:last]
 
@@ -224,9 +224,7 @@ def row_ranges(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple
 
 
 def row_codes(weight: Weight) -> Weight:
-    """Return ``weight`` as formats write it: signed codes with zero points of 0, and steps without a folded factor.
-
-    Its codes have 2, 4 or 8 bits, the fewest that hold the range of the stored type.
+    """Return ``weight`` as formats write it: signed codes of 2, 4 or 8 bits with zero points of 0, and unfolded steps.
 
     Raises:
         NoCodesError: it is stored as floats, or as codes that need more than 8 bits without their zero points.
@@ -260,10 +258,7 @@ def has_exact_steps(weight: Weight) -> bool:
 
 
 def same_weight(expected: Weight, actual: Weight) -> bool:
-    """Whether the codes and scales of ``actual`` are those of ``expected``, to the bit; without codes, its floats.
-
-    A format may have repeated scales along a row.
-    """
+    """Whether ``actual`` has the codes and scales of ``expected``, even if repeated along a row, or else its floats."""
     if actual.scheme is None:
         return _has_same_floats(expected, actual, row_ranges(expected))
     # Codes that need more than 8 bits without their zero points are compared as they are stored.

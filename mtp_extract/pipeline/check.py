@@ -75,11 +75,7 @@ def with_record(place: Path) -> Path:
 
 
 def recorded(place: Path) -> frozenset[str]:
-    """List the files of the checkpoint at ``place`` that its record lists and formats write.
-
-    Raises:
-        OutputError: it has no record, or one that cannot be read.
-    """
+    """List the files of formats that the record at ``place`` lists; OutputError if there is no readable record."""
     listing(RECORD, ())(place)
     try:
         if not isinstance(files := read_object(place / RECORD).get("files"), dict):
@@ -148,10 +144,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
-    """Yield a clause on each file at ``place`` that an engine may read and that does not belong to the drafter.
-
-    Files of a validation's report may be there. The content of the drafter's own files is compared on reading them.
-    """
+    """Yield a clause on each file at ``place`` that an engine may read, and that neither drafter nor report needs."""
     if place.is_file():
         return
     belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
@@ -166,7 +159,6 @@ def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
 
 
 def _may_name_code(path: Path) -> bool:
-    """Whether the tokenizer config at ``path`` names code to run, or cannot be read."""
     try:
         return "auto_map" in read_object(path)
     except CheckpointError:
@@ -174,10 +166,7 @@ def _may_name_code(path: Path) -> bool:
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
-    """Yield files below ``folder``, and links to directories, since engines follow these.
-
-    Hidden directories are skipped: they belong to git, the Hub or an editor.
-    """
+    """Yield files below ``folder``, and links to directories, since engines follow these; skip hidden directories."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = [name for name in folders if Path(root, name).is_symlink()]
@@ -185,10 +174,7 @@ def _walk_files(folder: Path) -> Iterator[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether ``path`` is a file, or a link of the Hub's cache to one. Other links may lead anywhere.
-
-    Nothing is opened: opening a pipe would block.
-    """
+    """Whether ``path`` is a file, or a link of the Hub's cache to one. Nothing is opened: a pipe would block."""
     return is_cached(path) or (path.is_file() and not path.is_symlink())
 
 

@@ -44,8 +44,7 @@ def checkpoint_of(drafter: Shard) -> Checkpoint:
     """Return the drafter of a bundle as a checkpoint; its weights are read when they are used.
 
     Raises:
-        UnsupportedError: the quantization of a weight is not supported.
-        FormatError: the quantization of a weight is damaged.
+        UnsupportedError, FormatError: the quantization of a weight is not supported, or damaged.
     """
     roles = drafter.walk.roles
     tensors = {
@@ -137,10 +136,7 @@ def prove_checkpoint(drafter: Shard, checkpoint: Checkpoint) -> Proof:
 
 
 def require_complete(drafter: Shard) -> None:
-    """Raise SourceError if rows of a matrix are zero although their scales say otherwise.
-
-    A part of the file was not downloaded then, and a proof about zeros would be useless.
-    """
+    """Raise SourceError if rows of a matrix are zero against their scales: a part was not downloaded."""
     source = drafter.opened.source
     if drafter.opened.skeleton or (source.path is None and known_bundle(source)):
         # A skeleton has no weights, and ranges of a published file that the Hub serves are complete.
@@ -155,14 +151,12 @@ def require_complete(drafter: Shard) -> None:
 
 
 def _list_stored_matrices(drafter: Shard) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Yield every matrix that the file stores, with its role."""
     for role in drafter.walk.roles:
         if len(role.shape) == 2 and role.tensor is not None:
             yield role.role, QuantizedTensor.of(drafter.model, role.tensor)
 
 
 def _list_notes(drafter: Shard, planned: Plan) -> Iterator[str]:
-    """Yield notes for the user on the file."""
     yield from drafter.opened.remarks
     for role, constant in _list_stored_matrices(drafter):
         zeros = 0 if constant.storage.by_rows else sum(end - begin for begin, end in zero_pages(constant.location))

@@ -224,11 +224,7 @@ class _Comparison:
         return _build_check("record", self._find_contradictions(evidence), evidence)
 
     def _find_other_tensors(self) -> Iterator[str]:
-        """Yield the first tensor that does not follow from the file's; put the chains of the others into ``chains``.
-
-        Raises:
-            CheckpointError: scales, or codes beside the floats, are damaged.
-        """
+        """Yield the first tensor that does not follow from the file's; put the chains of the others into ``chains``."""
         claimed = _read_claimed_steps(self.directory)
         # Roles are in the order in which a drafter computes.
         for role, shape in shapes_of(self.written.config).items():
@@ -317,7 +313,6 @@ class _Comparison:
 
 
 def _read_claimed_steps(directory: Path) -> Collection[str]:
-    """Return the steps that the record in ``directory`` states; empty if it has none that can be read."""
     # The check of the record reports the error.
     with suppress(CheckpointError):
         if record := read_record(directory):

@@ -228,8 +228,10 @@ def inspect_checkpoint(
 
 def _find_problem(read: ReadDirectory) -> CheckpointError | None:
     if wrong := sum(finding.is_error for finding in read.written.findings):
-        what = f"expected nothing that an engine takes otherwise without a word, found {wrong}"
-        return CheckpointError(f"{escape(read.directory)}: {what}. Convert it, or change its config as said.")
+        return CheckpointError(
+            f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
+            "Convert it, or change its config as said."
+        )
     return None
 
 

@@ -154,7 +154,6 @@ def _is_rotation(graph: FlatGraph, node: Node) -> bool:
 
 
 def _is_named_scalar(value: Value) -> bool:
-    """Whether ``value`` is one number with the published name of a layer's scalar."""
     if value.tensor.elements != 1 or value.tensor.type not in FLOAT_TYPES:
         return False
     scalars = {role.name.rpartition(".")[2] for role in role_table() if role.kind == SCALAR}

@@ -104,7 +104,6 @@ def read_unproven(
 
 
 def _mark_unproven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
-    """Return ``drafter`` with the reasons for which it is not proven; ``read`` says what was read nevertheless."""
     return replace(drafter, not_proven=(*_merge_refusals(refusals), read, _describe_counts(drafter.walk.roles)))
 
 
@@ -120,7 +119,6 @@ def _merge_refusals(refusals: Collection[str]) -> list[str]:
 
 
 def _shorten_error(error: Exception, opened: Opened) -> str:
-    """Return the text of ``error`` without the file's name and the advice."""
     return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
 
 
@@ -137,11 +135,7 @@ def _describe_counts(roles: Collection[FoundRole], named: Collection[str] = ()) 
 
 
 def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
-    """Read the weights that places or names identify, and return the drafter with the known geometry that fits.
-
-    Raises:
-        UnsupportedError: no known geometry fits, or a matrix is stored in a way that is not supported.
-    """
+    """Read weights by place and name for the known geometry that fits; UnsupportedError if none does."""
     graph = opened.flat_graph()
     require_kind(graph)
     walked = DrafterWalk(read_drafter(graph, strict=False))
@@ -183,7 +177,6 @@ def _find_missing_roles(
 
 
 def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
-    """Build the walk of a graph whose attention was not read."""
     roles = in_order(roles_found)
     caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
     return Walk(
@@ -220,11 +213,7 @@ def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, slidi
 
 
 def _find_candidates(graph: FlatGraph) -> _Candidates:
-    """Find the constants that have a published name of a role.
-
-    Raises:
-        UnsupportedError: a matrix is a rotation, or stored in a way that LiteRT reads otherwise.
-    """
+    """Find the constants that have a published name of a role; UnsupportedError if a matrix cannot be a weight."""
     matrices = list[tuple[Value, tuple[str, ...]]]()
     for node in graph.nodes:
         if node.kind == PRODUCT and not node.operand(1).depends:
@@ -262,10 +251,7 @@ def _choose_named(candidates: _Candidates, shapes: Mapping[Role, tuple[int, ...]
 
 
 def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Collection[FoundRole]) -> None:
-    """Raise UnsupportedError if a sum of the hidden size is multiplied by a number that plays no role.
-
-    A layer may have no scalar, but an existing scalar with another name must not be taken for 1.
-    """
+    """Raise UnsupportedError if a number without a role may be the scalar of a layer, which would be taken for 1."""
     named_keys = {role.key for role in named}
     for node in graph.nodes:
         if node.kind != "MUL" or node.outputs[0].tensor.elements != config.hidden_size:

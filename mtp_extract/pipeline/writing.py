@@ -45,11 +45,7 @@ class ExtractionResult:
 
 
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
-    """Plan how the format called ``name`` stores ``checkpoint``; its default dtype is used if ``plan`` has none.
-
-    Raises:
-        UnsupportedError: the format is for another architecture, or cannot do what ``plan`` asks for.
-    """
+    """Plan how the format called ``name`` stores ``checkpoint``; UnsupportedError if it cannot do so by ``plan``."""
     # Checked here since only reading the config tells the architecture for sure.
     if (architecture := EVERY[name].architecture) != checkpoint.architecture.name:
         raise UnsupportedError(
@@ -73,10 +69,7 @@ def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
 
 
 def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) -> Checkpoint:
-    """Round by the rule ``name`` every matrix without codes that the format then stores as codes.
-
-    Roles that share a weight share its codes.
-    """
+    """Round by the rule ``name`` every matrix without codes that the format then stores as codes."""
     rule = RULES[name]
     tensors = dict(checkpoint.tensors)
     rounded = dict[int, Weight]()
@@ -84,6 +77,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
         weight = tensors.get(role.name)
         if weight is None or weight.scheme or not rule.fits(weight):
             continue
+        # Roles that share a weight share its codes.
         coded = rounded.setdefault(id(weight), rule.round_matrix(weight))
         if format_.store(role, coded, dtype).how == CODES:
             tensors[role.name] = coded
@@ -207,10 +201,7 @@ def _note_earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
 
 
 def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
-    """Return the record's fields on origin, proof and training for what is ``planned`` from the directory ``read``.
-
-    An ordered head that the format leaves out is not carried over.
-    """
+    """Return the record's fields on origin, proof and training for what is ``planned`` from the directory ``read``."""
     record = read.record
     carried_over = ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]
     if planned.has(INDICES):
