@@ -69,15 +69,15 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: Callable[[bytes], byt
 
 
 def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same type and shape: the sums of what lies where it was written cannot tell."""
+    """They have the same type and shape, so that the sums of the written bytes do not show it."""
     real = CONTAINERS[".safetensors"]
 
-    def exchanged(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    def exchange_names(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
         return (
             real.make_header(places, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
         )
 
-    monkeypatch.setitem(CONTAINERS, ".safetensors", replace(real, make_header=exchanged))
+    monkeypatch.setitem(CONTAINERS, ".safetensors", replace(real, make_header=exchange_names))
     with pytest.raises(OutputError, match="reads back differently"):
         write_file(tmp_path, OutputFile("f.safetensors", PAIR, metadata={}))
 

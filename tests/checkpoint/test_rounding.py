@@ -1,4 +1,4 @@
-"""Rules that make codes: bit for bit those of the packages they are from; roundings done again; and codes in bytes."""
+"""Rules give the bits of the packages that they come from; roundings can be repeated; and codes are packed in bytes."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) ->
     values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
     rounded = row_codes(RULES[rule].round_matrix(of_array(values)))
     np.testing.assert_allclose(rounded.steps.size.reshape(-1), np.array(scale, np.float32), rtol=1e-6)
-    found = rounded.codes().reshape(values.shape)
-    np.testing.assert_array_equal(found, codes)
+    np.testing.assert_array_equal(rounded.codes().reshape(values.shape), codes)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_rows_are_those_of_the_whole(rule: str) -> None:
     rounded = RULES[rule].round_matrix(of_array(matrix()))
-    whole = rounded.array()
-    np.testing.assert_array_equal(rounded.floats(8, 24), whole[8:24])
-    found = row_codes(rounded)
-    assert found.bits == RULES[rule].bits
-    made = found.codes().reshape(*found.steps.size.shape, -1)
-    np.testing.assert_array_equal((made * found.steps.size[..., None]).reshape(whole.shape), whole)
+    values = rounded.array()
+    np.testing.assert_array_equal(rounded.floats(8, 24), values[8:24])
+    centered = row_codes(rounded)
+    assert centered.bits == RULES[rule].bits
+    steps = centered.steps.size
+    codes = centered.codes().reshape(*steps.shape, -1)
+    np.testing.assert_array_equal((codes * steps[..., None]).reshape(values.shape), values)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_bf16_rounds_as_torch_does(bits: list[int]) -> None:
 
 @given(st.data(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 4]))
 def test_a_row_is_one_little_endian_number(data: st.DataObject, bits: int, unit: int) -> None:
-    """Element i at bit i · bits, half the range above the code; nothing above the last; and there and back."""
+    """Element i lies at bit i · bits, half its range above the code, and bits above the last are 0."""
     half, shape = 1 << bits - 1, data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
     codes = data.draw(arrays(np.int8, shape, elements=st.integers(-half, half - 1)))
     packed = pack(codes, bits, unit)

@@ -1,4 +1,4 @@
-"""A weight can be asked for rows: any rows are those of the whole, and codes are the numbers that they stand for."""
+"""Any rows of a weight equal those of the entire weight, and its codes stand for its numbers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from mtp_extract.pipeline.extraction import checkpoint_of
 
 
 def parts(weight: Weight) -> list[tuple[int, int]]:
-    """Some ranges of its rows, a first and a last one among them."""
+    """Ranges of its rows, the first and the last ones among them."""
     half = weight.rows // 2 // ROW_STEP * ROW_STEP
     return [(0, min(ROW_STEP, weight.rows)), (half, weight.rows), (0, weight.rows)]
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - REFUSED))
 def test_constants(name: str) -> None:
-    """Rows are those of the whole; the file's own numbers; and code · step, for every matrix that is seen so."""
+    """Rows equal those of the entire weight and the file's numbers, and those of matrices equal code · step."""
     with open_bundle(variant(name)) as opened:
-        seen = 0
+        matrices = 0
         for role, weight in checkpoint_of(opened.drafter()).tensors.items():
             rows = weight.array().reshape(weight.rows, weight.columns)
             for first, last in parts(weight):
@@ -51,16 +51,17 @@ def test_constants(name: str) -> None:
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
             try:
-                found = row_codes(weight)
+                centered = row_codes(weight)
             except NoCodesError as error:
                 assert len(weight.shape) != 2 or weight.source.zero_point.any(), f"{role}: {error}"
                 continue
-            seen, codes, steps = seen + 1, found.codes(), found.steps.size
-            assert np.abs(codes.astype(int) + 0.5).max() < 1 << found.bits - 1
-            made = codes.reshape(*steps.shape, -1).astype(np.float32) * steps[..., None]
-            bits = 0 if has_exact_steps(weight) else 2**-22
-            np.testing.assert_allclose(made, rows.reshape(made.shape), rtol=bits, atol=0, err_msg=role)
-        assert seen or "float" in name or "f16" in name or "f32" in name
+            matrices += 1
+            codes, steps = centered.codes(), centered.steps.size
+            assert np.abs(codes.astype(int) + 0.5).max() < 1 << centered.bits - 1
+            values = codes.reshape(*steps.shape, -1).astype(np.float32) * steps[..., None]
+            tolerance = 0 if has_exact_steps(weight) else 2**-22
+            np.testing.assert_allclose(values, rows.reshape(values.shape), rtol=tolerance, atol=0, err_msg=role)
+        assert matrices or "float" in name or "f16" in name or "f32" in name
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
@@ -75,20 +76,20 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
     stored = kind.narrow(values.reshape(-1), "values")
     path = tmp_path / "tensors"
     path.write_bytes(b"before" + stored.tobytes())
-    whole = Stored(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
+    weight = Stored(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
     expected = kind.widen(stored.tobytes()).reshape(20, 6)
-    np.testing.assert_array_equal(whole.array(), expected)
-    np.testing.assert_array_equal(whole.floats(8, 16), expected[8:16])
-    np.testing.assert_array_equal(whole.in_columns(2, 5).floats(8, 20), expected[8:, 2:5])
-    assert common_dtype([whole]) == dtype and common_dtype([whole, of_array(values)]) == "f32"
+    np.testing.assert_array_equal(weight.array(), expected)
+    np.testing.assert_array_equal(weight.floats(8, 16), expected[8:16])
+    np.testing.assert_array_equal(weight.in_columns(2, 5).floats(8, 20), expected[8:, 2:5])
+    assert common_dtype([weight]) == dtype and common_dtype([weight, of_array(values)]) == "f32"
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="shrank"):
-        whole.array()
+        weight.array()
 
 
 @pytest.mark.parametrize(("size", "zero_point"), [(3e38, 0), (np.inf, 3), (np.nan, -1)])
 def test_numbers_that_leave_float32_are_no_warning(size: float, zero_point: int) -> None:
-    """A warning would be a line on stderr; whoever uses such numbers refuses them."""
+    """A warning would be printed; such numbers are refused where they are used."""
     steps = Steps(2, np.full((2, 1), size, np.float32), np.full((2, 1), zero_point, np.int64), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""The bounds themselves: work is stopped, and memory."""
+"""The bounds of hostile tests stop endless work and large allocations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The commands under attack: one message on stderr, the right exit status, and nothing that looks finished.
+"""Faults of ours, of the disk and of the terminal end a command with one message, the right exit status and no result.
 
-What each mistake of a user says is in ``cli/mistakes.json``; here are faults of ours, of the disk and of the terminal.
+The messages for mistakes of a user are in ``cli/mistakes.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTRACT = "from mtp_extract.cli.extract import main; main()"
 INSPECT = "from mtp_extract.cli.inspect import main; main()"
 # The package under test, wherever the command is run.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
-# Says when writing has begun, and then goes on with no chunk until its input ends: after the signal was sent.
+# Prints when writing has begun, and waits there until the test has sent its signal.
 SLOW = """
 import os, signal
 # In the background of a shell, or under nohup, these are ignored, and by children too.
@@ -49,7 +49,7 @@ def broken(*arguments, **named):
     {code}
 mtp_extract.pipeline.inspection.inspect = broken
 """
-"""In the place of inspecting a bundle, some code."""
+"""Replaces inspecting a bundle by ``code``."""
 
 
 def command(program: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -90,7 +90,7 @@ def test_an_overwrite_for_which_the_disk_has_no_room_keeps_the_old(tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_while_writing_leaves_nothing_that_looks_finished(tmp_path: Path, number: signal.Signals) -> None:
-    """What a killed run leaves is hidden, is no checkpoint, and goes with the next run in the same place."""
+    """A killed run leaves a hidden folder that is no checkpoint, and the next run in the same place removes it."""
     with subprocess.Popen(
         [sys.executable, "-c", SLOW + EXTRACT, "--sample", "-o", str(tmp_path / "x")],
         stdin=subprocess.PIPE,
@@ -127,7 +127,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("case", FAULTS)
 def test_whatever_goes_wrong_is_one_line(case: str, sample: Path) -> None:
-    """That asks for a report where it is our fault, and shows where it happened when asked."""
+    """The line asks for a report if the fault is ours, and a traceback is printed only on request."""
     code, message = FAULTS[case]
     for debug in (False, True):
         environment = {**ENVIRONMENT, "MTP_EXTRACT_DEBUG": str(int(debug))}
@@ -147,7 +147,7 @@ def test_a_full_disk_is_named_before_the_error_that_is_still_in_a_buffer(sample:
     code = "say('half a result'); raise FormatError('the cause')"
     with Path("/dev/full").open("w") as full:
         done = command(REPLACED.format(code=code) + INSPECT, sample, stdout=full)
-    # The disk is what the user has to see to first.
+    # The user has to see to the disk first.
     assert (done.returncode, done.stderr) == (1, "error: a file or standard output: No space left on device.\n")
 
 

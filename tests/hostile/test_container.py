@@ -1,4 +1,4 @@
-"""Containers that lie: every way a header or a file can be wrong ends in an error of ours, and nothing is written."""
+"""Every false header and every file of another kind ends in an error of ours, and nothing is written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZE = len(DRAFTER_DATA)
 
 
 def refuse(path: Path, out: Path, kind: type[MtpExtractError], match: str) -> None:
-    """``path`` is refused with an error of ``kind``, and nothing is left beside ``out``."""
+    """Require that extracting ``path`` ends in an error of ``kind`` and leaves nothing beside ``out``."""
     out.parent.mkdir(exist_ok=True)
     with pytest.raises(kind, match=match):
         extract(path, out)

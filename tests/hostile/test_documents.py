@@ -1,4 +1,4 @@
-"""Directories in which nothing is what it should be: pipes, devices, lies in JSON, thousands of files."""
+"""Directories with pipes, devices and false JSON in place of files end in an error of ours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _VALUES: tuple[Any, ...] = (
     *("", "x", "0", "transformers", "gguf", "../../etc/passwd", "\x1b[2J", "\ud800", "a" * 5000),
     *([], {}, [[]], [None], {"": None}, ["x"], [1, 2], {"role": "x"}),
 )
-"""Of every type that JSON has, and of every one that it lacks."""
+"""Values of every JSON type, and numbers that JSON does not have."""
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -54,10 +54,10 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _lie(document: Any, rng: random.Random) -> Any:
-    """``document`` with one thing in it changed: a value, a key, a place."""
+    """Return ``document`` with one value, key or place changed."""
     document = copy.deepcopy(document)
     places = _places(document)
-    # A whole entry as often as a number deep inside.
+    # Entries near the top are changed as often as numbers deep inside.
     depth = rng.randrange(max(map(len, places)) + 1)
     path = rng.choice([place for place in places if len(place) == depth])
     if not path:
@@ -72,17 +72,17 @@ def _lie(document: Any, rng: random.Random) -> Any:
     elif kind == 1 and isinstance(holder, dict):
         holder[rng.choice(("x", "", "model.safetensors", "__metadata__"))] = holder.pop(key)
     elif kind == 2:
-        other = document
+        value = document
         for step in rng.choice(places):
-            other = other[step]
-        holder[key] = copy.deepcopy(other)
+            value = value[step]
+        holder[key] = copy.deepcopy(value)
     else:
         holder[key] = rng.choice(_VALUES)
     return document
 
 
 def _change(path: Path, rng: random.Random) -> None:
-    """A lie or two in the JSON of ``path``, or of the header of the tensors there, whose data stay."""
+    """Change the JSON file ``path``, or the header of a file of tensors, in one to three places."""
     data = path.read_bytes()
     tensors = path.suffix == ".safetensors"
     length = int.from_bytes(data[:8], "little")
@@ -108,10 +108,7 @@ def _uses(place: Path, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def test_lies_in_documents(tmp_path: Path) -> None:
-    """Each ends in what it says, or in one line; what one of four uses of the directory does not see, another does.
-
-    A case is its number; the same case is the same lie on every machine.
-    """
+    """Each of four uses of the directory succeeds, or ends in one line. The number of a case seeds its changes."""
     (tmp_path / "bundle.litertlm").write_bytes(bundle_bytes())
     extract(tmp_path / "bundle.litertlm", tmp_path / "checkpoint", dtype="f32", codes=True)
     counts, failures = Counter[str](), list[str]()
@@ -121,7 +118,7 @@ def test_lies_in_documents(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "checkpoint", place)
         _change(place / name, random.Random(f"record {number}"))
         if name != DOCUMENTS[0]:
-            # What its record says of it would be all that is seen.
+            # With the record, its sums alone would refuse the file.
             (place / DOCUMENTS[0]).unlink()
         for use, work in _uses(place, tmp_path).items():
             came, problem = _outcome(work)
@@ -129,19 +126,19 @@ def test_lies_in_documents(tmp_path: Path) -> None:
             if problem:
                 failures.append(f"case {number}, {name}, {use}: {problem}")
     assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures[:5])
-    assert counts["ok"] > CASES // 4, "lies that are always seen test nothing"
+    assert counts["ok"] > CASES // 4, "changes that are always refused test nothing"
     assert counts["CheckpointError"] > CASES * 3 // 2
 
 
 def _outcome(work: Callable[[], object]) -> tuple[str, str]:
-    """What came of ``work``, and what of that must not be."""
+    """Return the outcome of ``work``, and its fault if that must not happen."""
     try:
         with warnings.catch_warnings(), bounded(CPU_SECONDS):
             warnings.simplefilter("error")
             work()
     except MtpExtractError as error:
-        said = str(error)
-        return type(error).__name__, "" if said.isprintable() and len(said) <= LONGEST else repr(said[:LONGEST])
+        text = str(error)
+        return type(error).__name__, "" if text.isprintable() and len(text) <= LONGEST else repr(text[:LONGEST])
     except (Exception, TooLongError):  # noqa: BLE001 - whatever it is, it is the finding
         return "failed", traceback.format_exc()
     return "ok", ""
@@ -171,7 +168,7 @@ def test_what_is_no_file_is_not_waited_for(
             verify_against(place, opened)
 
     uses = [against, lambda: convert(place, tmp_path / "out", format="litert"), lambda: plan_upload(place)]
-    # An empty folder is read by no engine, and codes are not looked into where no record lists them.
+    # No engine reads an empty folder, and without a record nothing says that there are codes.
     if recorded or (name, kind) != ("codes/codes.safetensors", "a directory"):
         uses.append(lambda: verify(place))
     if name == "codes/codes.safetensors":

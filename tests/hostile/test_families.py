@@ -1,6 +1,6 @@
-"""Files whose parts are one another, each family swept over sizes: work grows with the bytes of a file, and no faster.
+"""Files whose parts share each other, in families of growing size: work grows no faster than the bytes of a file.
 
-Work is counted and not timed: tables and bytes that are read, numbers that are computed, patterns that are tried.
+Work is counted, not timed: tables and bytes that are read, numbers that are computed, patterns that are tried.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SIZES = (250, 1000, 4000)
 
 
 class _Counted(Memory):
-    """A source that counts what is read of it: reads, and their bytes."""
+    """A source that counts reads and their bytes."""
 
     work = 0
 
@@ -66,7 +66,7 @@ class _Counted(Memory):
 
 
 def work_of(data: bytes, use: Callable[[Any], object] = lambda model: None) -> int:
-    """What reading the model ``data``, and ``use`` of it, reads; a refusal ends it early."""
+    """Count the reads of reading the model ``data`` and of ``use``; a refusal ends it early."""
     source = _Counted(data)
     with suppress(MtpExtractError):
         use(read_model(Region(source, 0, source.size, "the model")))
@@ -74,7 +74,7 @@ def work_of(data: bytes, use: Callable[[Any], object] = lambda model: None) -> i
 
 
 def require_linear(work: dict[int, int]) -> None:
-    """``work`` by bytes of a file: where there are four times as many, at most five times the work."""
+    """``work`` is by bytes of a file: four times the bytes may take five times the work."""
     sizes = sorted(work)
     for smaller, larger in pairwise(sizes):
         assert work[larger] / work[smaller] < 1.25 * larger / smaller, work
@@ -274,14 +274,15 @@ def test_a_large_constant_of_a_small_file_is_refused() -> None:
 
 def named_roles(layers: int) -> list[FoundRole]:
     """The roles of a drafter of ``layers`` layers, called as Google calls them."""
-    found = []
+    roles = []
     for role in roles_of(layers):
         name = {"lm_head": "decode_softmax/embedder.decode"}.get(role.name)
         if name is None:
             name = role.published_names[0].replace(".*", "x/").partition("(")[0]
             name += "skip_scale" if role.name.endswith("layer_scalar") else ""
-        found.append(FoundRole(role.name, None, (8,) if role.kind != "matrix" else (8, 8), 1.0, "", (f"other;{name}",)))
-    return found
+        shape = (8, 8) if role.kind == "matrix" else (8,)
+        roles.append(FoundRole(role.name, None, shape, 1.0, "", (f"other;{name}",)))
+    return roles
 
 
 @pytest.fixture
@@ -297,11 +298,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_names_are_compared_in_a_time_that_grows_with_their_number(tried: list[str]) -> None:
     work = dict[int, int]()
     for layers in (5, 20, 80):
-        found = [role for role in named_roles(layers) if len(role.shape) == 1]
+        vectors = [role for role in named_roles(layers) if len(role.shape) == 1]
         tried.clear()
-        checked = check_names(found, layers)
-        assert set(checked.confirmed) == {role.role for role in found}
-        work[len(found)] = len(tried)
+        checked = check_names(vectors, layers)
+        assert set(checked.confirmed) == {role.role for role in vectors}
+        work[len(vectors)] = len(tried)
     require_linear(work)
 
 

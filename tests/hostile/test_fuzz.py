@@ -1,7 +1,7 @@
-"""Seeded mutation fuzz: every damaged drafter ends in what its bytes say, or in an error of ours, within bounds.
+"""Seeded mutation fuzz: a damaged drafter is read as its bytes say, or ends in an error of ours, within bounds.
 
-``fuzz_cases`` makes the cases and says what must be true; here they are dealt out. A failure prints the kind and number
-of the case, and ``run(kind, number, number + 1)`` is that case alone. ``--nightly`` runs all of them.
+``fuzz_cases`` makes and judges the cases. A failure prints the kind and number of a case, and
+``run(kind, number, number + 1)`` repeats it. ``--nightly`` runs all cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from helpers.fuzz_cases import KINDS, run
 CASES = {"header": 8000, "structure": 8000, "data": 3000, "wiring": 1500}
 DAILY = {"header": 500, "structure": 500, "data": 250, "wiring": 500}
 BATCHES = 2
-"""Of a kind in a day's run; a nightly one has as many more as it has cases."""
+"""Batches of a kind in a daily run; a nightly run has more batches of the same size."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -269,12 +269,12 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_tensors(tmp_path: Path, name: bytes) -> None:
-    """A name is text in the record and nothing else; it decides nothing and reaches no path."""
+    """A tensor's name changes no file and reaches no path."""
     sound, model = plain_model(), plain_model()
     for tensor in model.subgraphs[0].tensors:
         tensor.name = name
-    for label, made in (("sound", sound), ("named", model)):
-        (tmp_path / f"{label}.tflite").write_bytes(pack(made))
+    for label, content in (("sound", sound), ("named", model)):
+        (tmp_path / f"{label}.tflite").write_bytes(pack(content))
         extract(tmp_path / f"{label}.tflite", tmp_path / label)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "sound" / file).read_bytes() == (tmp_path / "named" / file).read_bytes()

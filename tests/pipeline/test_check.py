@@ -1,5 +1,5 @@
-"""Re-checking a checkpoint, by its record and by its bundle: a single flipped bit anywhere is found; and the record is
-what its types and their schema say, no field more or less, when written and when read."""
+"""A single flipped bit of a checkpoint is found by its record and by its bundle; and a record fits its types and the
+schema when it is written and when it is read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_file_that_is_not_as_recorded(checkpoint: Path) -> None:
 
 
 def test_a_config_that_describes_another_drafter_than_the_record(checkpoint: Path) -> None:
-    """What does not count may be changed; of what counts, the record keeps a copy."""
+    """A key from which nothing is computed may be changed; the record has a copy of the geometry."""
     config = checkpoint / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"initializer_range": 0.02', '"initializer_range": 0.03'))
@@ -61,7 +61,7 @@ def test_a_config_that_describes_another_drafter_than_the_record(checkpoint: Pat
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_bit_of_any_tensor(name: str, sample: Path, tmp_path: Path) -> None:
-    """It is seen by the record; and by the bundle whatever the record says: forged, and gone."""
+    """The record shows it; and the bundle shows it if the record was forged or is missing."""
     extract(sample, tmp_path / "out", format=name, codes=True)
     paths = [path for ending in ("*.safetensors", "*.gguf") for path in (tmp_path / "out").rglob(ending)]
     with open_bundle(sample) as bundle:
@@ -88,7 +88,7 @@ def test_one_bit_of_any_tensor(name: str, sample: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["torch_unit_plain_norm", "jax_published_noscalar"])
 def test_a_drafter_without_layer_scalars_is_converted(name: str, tmp_path: Path) -> None:
-    """The litert layout holds none then, and 1 is what the graph computes."""
+    """The litert layout then has none, and the graph computes as with 1."""
     extract(variant(name), tmp_path / "litert", format="litert")
     with open_bundle(variant(name)) as bundle:
         convert(tmp_path / "litert", tmp_path / "out", format="transformers", dtype="f32")
@@ -127,7 +127,7 @@ def test_the_report_that_tests_use() -> None:
     ],
 )
 def test_a_field_of_another_type_is_named(extracted: Path, tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
-    """By the schema, and by who reads it, who names the field. JSON has numbers beyond the largest float."""
+    """The schema refuses it, and the reader names the field; only the reader knows numbers beyond the largest float."""
     record = json.loads((extracted / RECORD).read_text(encoding="utf-8"))
     place = record
     for key in path[:-1]:
@@ -138,13 +138,13 @@ def test_a_field_of_another_type_is_named(extracted: Path, tmp_path: Path, path:
     (tmp_path / RECORD).write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(CheckpointError) as caught:
         read_record(tmp_path)
-    said = str(caught.value)
-    assert str(tmp_path / RECORD) in said and said.isprintable()
-    assert all(key in said for key in path if key not in record["files"])
+    text = str(caught.value)
+    assert str(tmp_path / RECORD) in text and text.isprintable()
+    assert all(key in text for key in path if key not in record["files"])
 
 
 def test_what_is_missing_is_named_and_what_has_no_field_is_passed_over(extracted: Path, tmp_path: Path) -> None:
-    """The schema, which is of what is written, refuses both."""
+    """The schema describes what is written, and refuses both."""
     record = json.loads((extracted / RECORD).read_text(encoding="utf-8"))
     for field in sorted({*record} - {"format_version"}):
         (tmp_path / RECORD).write_text(json.dumps({key: record[key] for key in record if key != field}))
@@ -158,7 +158,6 @@ def test_what_is_missing_is_named_and_what_has_no_field_is_passed_over(extracted
 
 
 def test_a_record_that_its_reader_refuses_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that no other command takes is no result."""
     monkeypatch.setattr(writing, "__version__", 1)
     with pytest.raises(
         CheckpointError, match=r"extraction\.json: not what this release of mtp-extract writes: .*tool\.version"

@@ -1,4 +1,4 @@
-"""What is stated of where a drafter comes from: a shape is no origin, and a SHA-256 counts where it was computed."""
+"""The origin of a drafter as commands state it: a known shape is no origin, and only a computed SHA-256 counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE, BASE, REPO, FILE = "Gemma 4 E4B", "google/gemma-4-E4B-it", "org/mobile", 
 
 
 def output(name: str, *arguments: object, status: int = 0) -> str:
-    """What a command prints, without the breaks of its lines."""
+    """Run a command and return what it prints, on one line."""
     done = run_here(name, *map(str, arguments))
     assert done.returncode == status, done.stderr
     return " ".join((done.stdout + done.stderr).split())
@@ -32,7 +32,7 @@ def output(name: str, *arguments: object, status: int = 0) -> str:
 
 @pytest.fixture
 def shaped(monkeypatch: pytest.MonkeyPatch, sample: Path, tmp_path: Path) -> Path:
-    """The sample, whose shape is listed as E4B's here."""
+    """The sample, with its shape listed as that of E4B."""
     with mtp_extract.open(sample) as opened:
         shape = opened.drafter().config.as_json()
     listed = {"name": SHAPE, "base_model": BASE, "max_position_embeddings": 1024}
@@ -117,7 +117,6 @@ def test_a_copy_in_the_cache_that_is_not_what_the_hub_states_is_refused(
 
 
 def test_a_graph_without_layer_scalars_is_said_to_have_none() -> None:
-    """As Google's of April: then 1 is right."""
-    said = "no layer scalars in its graph, as in Google's files of April 2026: each is 1"
-    assert said in output("inspect", variant("jax_published_noscalar"))
-    assert said not in output("inspect", variant("jax_published"))
+    note = "no layer scalars in its graph, as in Google's files of April 2026: each is 1"
+    assert note in output("inspect", variant("jax_published_noscalar"))
+    assert note not in output("inspect", variant("jax_published"))
