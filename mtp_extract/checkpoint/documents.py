@@ -121,12 +121,12 @@ def parse_json(text: str | bytes) -> Any:
 
     def parse_finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
-            raise ValueError(f"{text} is no number")
+            raise ValueError(f"{text} is not a finite number")
         return number
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(document := dict(pairs)) != len(pairs):
-            raise ValueError("a key stands there twice")
+            raise ValueError("a key occurs twice")
         return document
 
     return json.loads(text, parse_constant=parse_finite, parse_float=parse_finite, object_pairs_hook=build_object)

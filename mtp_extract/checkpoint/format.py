@@ -186,4 +186,4 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
         else:
             is_same = read_back.scheme is None and same_floats(stored_as.written, read_back)
         if not is_same:
-            raise CheckpointError(f"{role}: what was written holds other {stored_as.how} than it was made of.")
+            raise CheckpointError(f"{role}: the {stored_as.how} read back differ from those that were to be written.")

@@ -90,7 +90,8 @@ def recorded(place: Path) -> frozenset[str]:
 def read_record(place: Path) -> dict[str, Any]:
     """Read ``extraction.json`` of the checkpoint at ``place``; empty if there is none.
 
-    The record is the JSON object itself: keys that only other releases know are kept when it is written again.
+    The record is the JSON object itself, so that objects that a conversion copies keep the keys of other releases, and
+    the figures of a training, which its type does not list.
 
     Raises:
         CheckpointError: the record is not one that this package writes.

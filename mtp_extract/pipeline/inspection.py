@@ -15,7 +15,7 @@ from msgspec import to_builtins
 from mtp_extract.architecture import shapes_of
 from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
 from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape
+from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape, several
 from mtp_extract.graph.trace import trace_drafter
 from mtp_extract.litertlm.published import compare_with_published, known_bundle
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
@@ -228,10 +228,8 @@ def inspect_checkpoint(
 
 def _find_problem(read: ReadDirectory) -> CheckpointError | None:
     if wrong := sum(finding.is_error for finding in read.written.findings):
-        return CheckpointError(
-            f"{escape(read.directory)}: expected nothing that an engine takes otherwise without a word, found {wrong}. "
-            "Convert it, or change its config as said."
-        )
+        problem = f"an engine would load it wrongly without an error ({several(wrong, 'finding')})"
+        return CheckpointError(f"{escape(read.directory)}: {problem}. Convert it, or change its config as stated.")
     return None
 
 

@@ -46,8 +46,8 @@ class WritingPlan:
         listed = EVERY[name]
         if self.dtype not in (None, *listed.dtypes):
             raise UnsupportedError(
-                f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another of the "
-                "two.",
+                f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another "
+                "format or type.",
                 remedies=("format", "dtype"),
             )
         return name

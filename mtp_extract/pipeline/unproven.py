@@ -156,8 +156,8 @@ def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals
         counts = _describe_counts(drafter.walk.roles, {role.role for role in named})
         return replace(drafter, not_proven=(*_merge_refusals(refusals), assumed, counts))
     raise UnsupportedError(
-        f"{'; '.join(_merge_refusals(refusals))}. Without a proof it cannot be read either: by place and name, its "
-        "weights are those of no geometry that is known. Please report the file."
+        f"{'; '.join(_merge_refusals(refusals))}. It cannot be read without a proof either: the weights that "
+        "places and names identify fit no known geometry. Please report the file."
     )
 
 
@@ -260,7 +260,7 @@ def _require_named_factors(graph: FlatGraph, config: DrafterConfig, named: Colle
         numbers = [value.tensor for value in inputs if value.constant and value.tensor.elements == 1]
         has_sum = any(value.producer is not None and value.producer.kind == "ADD" for value in inputs)
         if has_sum and any((number.subgraph, number.index) not in named_keys for number in numbers):
-            raise UnsupportedError(f"{node.op.label} may be a layer's scalar, and has the name of none.")
+            raise UnsupportedError(f"{node.op.label} may be the scalar of a layer, but does not have its name.")
 
 
 def _find_caches(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Integers beside floats: what is said of them is held against the floats, and damage is named."""
+"""Codes beside floats must give the floats, and damage to them is named."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def said(bits: str = "4", factor: str = "1", axis: str = "0") -> str:
         ("scale", np.ones(128, np.float64), "finite scales in F32"),
         ("scale", np.ones(128, np.float32), "not those of its floats"),
         *(("", text, r"codes\.safetensors: ") for text in ("", "5", "[", "{}", f'{{"{NAME}": 5}}', said(axis="1"))),
-        ("", '{"a": 5, "a": 5}', "a key stands there twice"),
+        ("", '{"a": 5, "a": 5}', "a key occurs twice"),
         *(("", said(bits), r"codes\.safetensors: ") for bits in ("4.0", "3", '"4"')),
         *(("", said(factor=text), r"codes\.safetensors: ") for text in ("0", "true", '"1"', "null", "1" * 400)),
     ],
 )
 def test_parts_that_are_damaged(coded: Path, tmp_path: Path, part: str, value: np.ndarray | str, what: str) -> None:
-    """One of its tensors is replaced; or, without a name, what the header says of its codes."""
+    """Replace a tensor; or, without a part, the schemes in the header."""
     folder = Path(shutil.copytree(coded, tmp_path / "copy"))
     tensors, metadata = load_file(folder / CODES_FILE), read_safetensors(folder / CODES_FILE)[1]
     if isinstance(value, str):

@@ -39,7 +39,7 @@ def test_what_an_engine_would_load_wrongly_is_an_error(tmp_path: Path) -> None:
     shown = run("inspect", directory)
     assert shown.returncode == 1 and "Traceback" not in shown.stderr
     assert "SGLang 0.5.23 loads it wrongly: norm_before_residual is true" in shown.stdout
-    assert "takes otherwise without a word, found 1. Convert it" in shown.stderr
+    assert "load it wrongly without an error (1 finding). Convert it" in shown.stderr
     found = RUNNER.invoke(inspect.app, [str(directory), "--json"])
     assert not json.loads(found.stdout)["ok"] and found.exit_code == 1
     edit(directory, hidden_act="gelu_pytorch_tanh")

@@ -1,4 +1,4 @@
-"""Converting is extracting, file by file; what cannot be converted is refused by name, and leaves nothing behind."""
+"""Converting writes the files that extracting writes; what cannot be converted is refused, and leaves no files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bf16(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def official(bf16: Path, tmp_path: Path) -> Path:
-    """What lies on the Hub: configuration and weights, and nothing of ours."""
+    """A checkpoint as Google publishes it: config and weights, without a record."""
     directory = tmp_path / "assistant"
     directory.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
@@ -64,9 +64,9 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     try:
         direct = extract(source, tmp_path / "direct", format=name, dtype=dtype)
     except UnsupportedError as error:
-        with pytest.raises(UnsupportedError) as found:
+        with pytest.raises(UnsupportedError) as refusal:
             convert(directory, tmp_path / "converted", format=name, dtype=dtype)
-        assert str(found.value) == str(error)
+        assert str(refusal.value) == str(error)
         return
     result = convert(directory, tmp_path / "converted", format=name, dtype=dtype)
     validator("extraction")(result.record)
@@ -83,7 +83,7 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_there_and_back(kept: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    """Through any format: what was rounded on the way is told, and found again when it is derived from the bundle."""
+    """Through any format: the record states roundings on the way, and the check against the bundle finds them."""
     source, directory = kept
     try:
         convert(directory, tmp_path / "there", format=name)
@@ -103,13 +103,12 @@ def test_without_a_record(official: Path, tmp_path: Path) -> None:
     validator("extraction")(result.record)
     assert result.record["proof"] is None
     source, size = result.record["source"], (official / "model.safetensors").stat().st_size
-    told = [source[key] for key in ("name", "size", "kind", "section")]
-    assert told == ["assistant", size, "checkpoint", None]
+    assert [source[key] for key in ("name", "size", "kind", "section")] == ["assistant", size, "checkpoint", None]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "converted from the checkpoint `assistant`" in card and "--against" not in card
-    one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
-    for role, tensor in one.tensors.items():
-        np.testing.assert_array_equal(tensor.array(), other.tensors[role].array(), err_msg=role)
+    before, after = read_checkpoint(official), read_checkpoint(tmp_path / "out")
+    for role, tensor in before.tensors.items():
+        np.testing.assert_array_equal(tensor.array(), after.tensors[role].array(), err_msg=role)
 
 
 @pytest.mark.parametrize(("name", "rule"), RULES)
@@ -154,15 +153,15 @@ def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
         assert name in ("litert", "gguf") and ("ordered" in str(error) or "heads" in str(error))
         return
     validator("extraction")(result.record)
-    one, other = read_checkpoint(official), read_checkpoint(tmp_path / "out")
-    for role, tensor in other.tensors.items():
+    before = read_checkpoint(official).tensors
+    for role, tensor in read_checkpoint(tmp_path / "out").tensors.items():
         if role == "ordered_head.token_ordering":
-            assert one.tensors[role].indices().tolist() == tensor.indices().tolist()
+            assert before[role].indices().tolist() == tensor.indices().tolist()
         elif tensor.scheme is None:
-            np.testing.assert_array_equal(tensor.array(), one.tensors[role].array(), err_msg=role)
+            np.testing.assert_array_equal(tensor.array(), before[role].array(), err_msg=role)
         else:
-            apart = np.abs(tensor.array() - one.tensors[role].array())
-            assert 0 < apart.max() < 0.01 * np.abs(one.tensors[role].array()).max(), role
+            errors = np.abs(tensor.array() - before[role].array())
+            assert 0 < errors.max() < 0.01 * np.abs(before[role].array()).max(), role
 
 
 def cut(directory: Path, name: str = "model.safetensors") -> None:
@@ -183,20 +182,18 @@ def test_bad_input(official: Path, base: Path, tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read back is held against what was read, whatever the file's own sums say."""
+    """The checkpoint is compared as it reads back, whatever sums the files have."""
+    kind = type(format_named("litert"))
+    plan = kind.plan
 
-    from mtp_extract.formats import litert
-
-    right = litert.LITERT_LAYOUT.__class__.plan
-
-    def wrong(self: Any, checkpoint: Checkpoint, dtype: str) -> Plan:
+    def plan_other_files(self: Any, checkpoint: Checkpoint, dtype: str) -> Plan:
         role = "layers.1.q_norm"
         ones = constant_weight(checkpoint.tensors[role].shape)
-        other = replace(checkpoint, tensors={**checkpoint.tensors, role: ones})
-        return replace(right(self, checkpoint, dtype), files=right(self, other, dtype).files)
+        changed = replace(checkpoint, tensors={**checkpoint.tensors, role: ones})
+        return replace(plan(self, checkpoint, dtype), files=plan(self, changed, dtype).files)
 
-    monkeypatch.setattr(litert.LITERT_LAYOUT.__class__, "plan", wrong)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: what was written holds other floats"):
+    monkeypatch.setattr(kind, "plan", plan_other_files)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.q_norm: the floats read back differ"):
         convert(bf16, tmp_path / "out", format="litert")
     assert not (tmp_path / "out").exists()
 
@@ -206,11 +203,11 @@ def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypat
 def test_an_extraction_that_reads_back_otherwise_is_noticed(
     sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, first: str, second: str
 ) -> None:
-    """Two weights of one shape crossed; or one whose last row alone is another, as a wrong offset has it."""
+    """Two weights of one shape are exchanged; or only the last row differs, as with a wrong offset."""
     kind = type(format_named("transformers"))
     read = kind.read
 
-    def crossed(self: Any, directory: Path) -> Checkpoint:
+    def read_wrongly(self: Any, directory: Path) -> Checkpoint:
         checkpoint = read(self, directory)
         tensors = dict(checkpoint.tensors)
         tensors[first], tensors[second] = tensors[second], tensors[first]
@@ -220,14 +217,14 @@ def test_an_extraction_that_reads_back_otherwise_is_noticed(
             tensors["lm_head"] = of_array(changed)
         return replace(checkpoint, tensors=tensors)
 
-    monkeypatch.setattr(kind, "read", crossed)
-    with pytest.raises(CheckpointError, match="what was written holds other floats than it was made of"):
-        extract(sample, tmp_path / "made", dtype=dtype)
-    assert not (tmp_path / "made").exists()
+    monkeypatch.setattr(kind, "read", read_wrongly)
+    with pytest.raises(CheckpointError, match="the floats read back differ from those that were to be written"):
+        extract(sample, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_a_checkpoint_by_itself(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As llama.cpp's converter leaves it: one .gguf of any name, nothing beside it."""
+    """llama.cpp's converter writes one .gguf of any name, and nothing beside it."""
     convert(bf16, tmp_path / "made", format="gguf", dtype="f32")
     alone = Path(shutil.copy(tmp_path / "made" / "mtp-sample-F32.gguf", tmp_path / "mine.gguf"))
     monkeypatch.chdir(tmp_path)
@@ -261,14 +258,13 @@ CHAINS: list[tuple[str, list[dict[str, Any]]]] = [
 def test_what_went_through_other_formats_is_derived_again(
     name: str, chain: list[dict[str, Any]], sample: Path, tmp_path: Path
 ) -> None:
-    """Steps that a format repeated along a row are one again, and codes that were left behind are not asked for."""
+    """Steps that a format repeated along a row count once, and codes that it left out are not required."""
     source = sample if name == "sample" else variant(name)
     first, *more = chain
     extract(source, tmp_path / "0", **first)
     with open_bundle(source) as opened:
         for index, step in enumerate(more):
-            convert(tmp_path / f"{index}", tmp_path / f"{index + 1}", **step)
-            place = tmp_path / f"{index + 1}"
+            place = convert(tmp_path / f"{index}", tmp_path / f"{index + 1}", **step).directory
             verify_against(place, opened)
             bare = Path(shutil.copytree(place, tmp_path / f"bare {index + 1}"))
             (bare / "extraction.json").unlink()
