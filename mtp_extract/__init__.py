@@ -6,7 +6,7 @@
 
     with mtp_extract.open("gemma-4-E4B-it.litertlm") as bundle:
         bundle.sections              # what the container holds
-        drafter = bundle.drafter()   # the drafter: geometry, roles, the evidence for each
+        drafter = bundle.read_drafter()   # the drafter: geometry, roles, the evidence for each
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
     mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
 
@@ -25,7 +25,7 @@ from mtp_extract._version import __version__
 
 if TYPE_CHECKING:
     from mtp_extract.api import bench, convert, diagnose, extract, insert, inspect, open, tune, upload, validate
-    from mtp_extract.bundle import Opened, Shard
+    from mtp_extract.bundle import BundledDrafter, ModelFile
     from mtp_extract.doctor.plan import DoctorPlan
     from mtp_extract.errors import MtpExtractError
     from mtp_extract.hub.upload import UploadResult
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BenchPlan",
+    "BundledDrafter",
     "CardWords",
     "DoctorPlan",
     "ExtractionResult",
+    "ModelFile",
     "MtpExtractError",
-    "Opened",
     "Reporter",
-    "Shard",
     "TuningPlan",
     "UploadResult",
     "ValidationPlan",
@@ -67,9 +67,9 @@ _MODULES = {
     "DoctorPlan": "doctor.plan",
     "ExtractionResult": "pipeline.writing",
     "MtpExtractError": "errors",
-    "Opened": "bundle",
+    "ModelFile": "bundle",
     "Reporter": "progress",
-    "Shard": "bundle",
+    "BundledDrafter": "bundle",
     "TuningPlan": "tuning.plan",
     "UploadResult": "hub.upload",
     "ValidationPlan": "validation.plan",

@@ -14,11 +14,11 @@ from mtp_extract.errors import PlanError, UnsupportedError, escape
 from mtp_extract.progress import SILENT, Reporter
 
 if TYPE_CHECKING:
-    from mtp_extract.bundle import Opened
+    from mtp_extract.bundle import ModelFile
     from mtp_extract.doctor.plan import DoctorPlan
     from mtp_extract.doctor.result import Diagnosis
     from mtp_extract.hub.upload import UploadResult
-    from mtp_extract.insertion.activations import Grids
+    from mtp_extract.insertion.activations import StaticActivations
     from mtp_extract.insertion.comparison import BaseComparison
     from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
     from mtp_extract.io.opening import Named
@@ -46,7 +46,7 @@ def open(  # noqa: A001 - meant to be read with its package
     section: int | None = None,
     signature: str | None = None,
     reporter: Reporter = SILENT,
-) -> Opened:
+) -> ModelFile:
     """Open a ``.litertlm`` or a drafter's ``.tflite``, here, on the Hub or behind a URL.
 
     Args:
@@ -90,10 +90,10 @@ def inspect(
         UnsupportedError: what is asked for does not go together.
     """
     from mtp_extract.bundle import open_bundle
-    from mtp_extract.io.opening import checkpoint_here, is_checkpoint
+    from mtp_extract.io.opening import fetch_checkpoint, is_checkpoint
     from mtp_extract.pipeline import inspection
 
-    source = checkpoint_here(source, or_bundle=True)
+    source = fetch_checkpoint(source, or_bundle=True)
     if graph and (against or is_checkpoint(source)):
         why = "expected a bundle, compared with nothing, to show its graph. Leave that out."
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("graph",))
@@ -102,7 +102,7 @@ def inspect(
     with open_bundle(source, reporter=reporter, skeleton=against is None) as opened:
         if against is None:
             return inspection.inspect(opened, tensors=tensors, graph=graph)
-        place = Path(checkpoint_here(against, largest=_LARGEST_BASE))
+        place = Path(fetch_checkpoint(against, largest=_LARGEST_BASE))
         if not place.is_dir():
             why = f"expected the directory of a checkpoint to compare {escape(source)} with, found none. Give one."
             raise UnsupportedError(f"{escape(against)}: {why}", remedies=("against",))
@@ -112,7 +112,7 @@ def inspect(
 
 
 def extract(
-    source: Named | Source | Opened,
+    source: Named | Source | ModelFile,
     out: PathLike | None = None,
     *,
     format: str | None = None,  # noqa: A002 - the command's word for it
@@ -131,7 +131,7 @@ def extract(
     Args:
         source: a path, an id of the Hub, a URL, or what :func:`open` returned.
         out: a directory that does not exist yet; by default the source's name and ``-mtp-drafter``.
-        format: a name in :data:`mtp_extract.formats.FORMATS`, or an engine's, whose best it then is; by default
+        format: a name in :data:`mtp_extract.formats.MTP_FORMATS`, or an engine's, whose best it then is; by default
             "transformers".
         dtype: "bf16", "f16", "f32" or "codes"; by default the format's own choice.
         codes: write ``codes/codes.safetensors`` too: integers, scales and zero points of what is written in floats.
@@ -180,7 +180,7 @@ def convert(
         directory: what :func:`extract` or this function wrote, which is then held against its record first; an official
             assistant as transformers has it; a ``.gguf``; or an id of the Hub.
         out: a directory that does not exist yet; by default ``NAME-FORMAT`` in the current one.
-        format: a name in :data:`mtp_extract.formats.EVERY`, or an engine's, whose best it then is.
+        format: a name in :data:`mtp_extract.formats.ALL_FORMATS`, or an engine's, whose best it then is.
         dtype, codes, quantize, overwrite, reporter: as for :func:`extract`.
 
     Raises:
@@ -188,12 +188,12 @@ def convert(
         UnsupportedError, OutputError: as their names say; nothing is left behind.
         PlanError: an unknown ``format``, ``dtype`` or ``quantize``.
     """
-    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.io.opening import fetch_checkpoint
     from mtp_extract.pipeline.plan import WritingPlan
     from mtp_extract.pipeline.writing import convert_checkpoint
 
     plan = WritingPlan(format, dtype, codes, quantize)
-    place = Path(checkpoint_here(directory))
+    place = Path(fetch_checkpoint(directory))
     return convert_checkpoint(place, out, plan, overwrite=overwrite, reporter=reporter)
 
 
@@ -229,21 +229,21 @@ def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
     Raises:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
     """
-    from mtp_extract.evaluation.extras import require
-    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.evaluation.extras import require_packages
+    from mtp_extract.io.opening import fetch_checkpoint
     from mtp_extract.io.place import check_place
     from mtp_extract.report.files import REPORT_LISTED
 
     to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
     if plan.report is not None:
         check_place(plan.report, **to, listed=REPORT_LISTED)
-    require("torch", *(["transformers"] if plan.sample or plan.base else []))
+    require_packages("torch", *(["transformers"] if plan.sample or plan.base else []))
 
     from mtp_extract.validation import page, run
 
-    directory, beside = (place and Path(checkpoint_here(place)) for place in (plan.directory, plan.beside))
+    directory, beside = (place and Path(fetch_checkpoint(place)) for place in (plan.directory, plan.beside))
     validation = run.run_validation(replace(plan, directory=directory, beside=beside), reporter)
-    reporter.measured(validation)
+    reporter.report_result(validation)
     if plan.report is not None:
         page.write_validation(validation, plan.report, **to)
     return validation
@@ -288,9 +288,9 @@ def tune(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
         MtpExtractError: a part is missing, does not fit, or does not fit into memory.
         OutputError: the result cannot be written, or reads back differently; nothing is left behind.
     """
-    from mtp_extract.evaluation.extras import require
+    from mtp_extract.evaluation.extras import require_packages
 
-    require("torch", "transformers", "accelerate")
+    require_packages("torch", "transformers", "accelerate")
     from mtp_extract.tuning.run import run_tuning
 
     return run_tuning(plan, reporter)
@@ -329,44 +329,42 @@ def insert(
         PairError, UnsupportedError, OutputError, ProofError: as their names say; nothing is left behind.
         PlanError: neither or both of ``out`` and ``dry_run``.
     """
-    from mtp_extract.insertion.run import planned_insertion
-    from mtp_extract.io.opening import checkpoint_here, is_checkpoint
-    from mtp_extract.io.place import check_place, files_of
+    from mtp_extract.insertion.run import plan_insertion
+    from mtp_extract.io.opening import fetch_checkpoint, is_checkpoint
+    from mtp_extract.io.place import check_place, list_files
 
     if (out is None) != dry_run:
         raise PlanError("out: expected a place for the new bundle, or a dry run; one of the two.")
     if out is not None:
-        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *files_of(base)))
+        check_place(out, overwrite=overwrite, inputs=(bundle, source, graph_from, *list_files(base)))
     if is_checkpoint(bundle):
         swapped = "The first argument is a bundle, the second a checkpoint: swap them."
         advice = swapped if Path(source).is_file() and not is_checkpoint(source) else "Give a .litertlm in its place."
         raise UnsupportedError(
             f"{escape(bundle)}: expected the bundle that weights go into, found a checkpoint. {advice}"
         )
-    source = checkpoint_here(source, or_bundle=True)
+    source = fetch_checkpoint(source, or_bundle=True)
     measuring = {} if base is None else _choose_measurement(source, base, reporter)
-    with planned_insertion(
-        source, bundle, **measuring, graph_from=graph_from, section=section, reporter=reporter
-    ) as plan:
+    with plan_insertion(source, bundle, **measuring, graph_from=graph_from, section=section, reporter=reporter) as plan:
         return plan if out is None else plan.write(out, overwrite=overwrite, force=force, reporter=reporter)
 
 
 def _choose_measurement(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
     """Choose what an insertion measures with ``base``: a drafter's ranges, or what the grids cut off of a base."""
-    from mtp_extract.evaluation.extras import require
+    from mtp_extract.evaluation.extras import require_packages
     from mtp_extract.insertion.base_checkpoint import holds_base
-    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.io.opening import fetch_checkpoint
 
-    require("torch", "transformers")
+    require_packages("torch", "transformers")
     if not Path(source).is_dir():
         why = "expected the directory of a checkpoint to run beside a base. Extract the drafter first."
         raise UnsupportedError(f"{escape(source)}: {why}", remedies=("base",))
     # Checked first, since the base is loaded last, and only for static grids.
-    checkpoint_here(base, largest=_LARGEST_BASE, fetch=False)
+    fetch_checkpoint(base, largest=_LARGEST_BASE, fetch=False)
     if holds_base(Path(source)):
         from mtp_extract.insertion.calibration import measure_cut_off
 
-        def cut_off(grids: Grids) -> tuple[float, float]:
+        def cut_off(grids: StaticActivations) -> tuple[float, float]:
             before, after = (measure_cut_off(model, grids, reporter=reporter) for model in (base, source))
             return before, after
 
@@ -426,11 +424,11 @@ def diagnose(plan: DoctorPlan, reporter: Reporter = SILENT) -> Diagnosis:
     Raises:
         MtpExtractError: a part is missing or cannot be read, or a server does not answer as it should.
     """
-    from mtp_extract.evaluation.extras import require
-    from mtp_extract.io.opening import checkpoint_here
+    from mtp_extract.evaluation.extras import require_packages
+    from mtp_extract.io.opening import fetch_checkpoint
 
-    path = Path(checkpoint_here(plan.place))
-    require("torch", "transformers")
+    path = Path(fetch_checkpoint(plan.place))
+    require_packages("torch", "transformers")
 
     from mtp_extract.doctor.run import run_diagnosis
 
@@ -469,7 +467,7 @@ def upload(
         HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
     """
     from mtp_extract.hub.upload import upload_directory
-    from mtp_extract.report.card import UNSAID
+    from mtp_extract.report.card import NO_CARD_WORDS
 
     return upload_directory(
         directory,
@@ -479,5 +477,5 @@ def upload(
         force=force,
         dry_run=dry_run,
         token=token,
-        words=card or UNSAID,
+        words=card or NO_CARD_WORDS,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mtp_extract.architecture.config import DrafterConfig, known_drafter
+from mtp_extract.architecture.config import DrafterConfig, find_known_drafter
 from mtp_extract.errors import (
     FormatError,
     MtpExtractError,
@@ -17,18 +17,25 @@ from mtp_extract.errors import (
     TruncatedError,
     UnsupportedError,
     escape,
-    few,
+    list_few,
 )
 from mtp_extract.graph.config import read_config
-from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, Walk, walk
+from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED, DrafterStructure, read_drafter_structure
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, another_kind
+from mtp_extract.graph.kinds import OWN_CACHES_SIGNATURE, describe_other_kind
 from mtp_extract.graph.roles import NameCheck, check_names
 from mtp_extract.io.address import HubAddress
-from mtp_extract.io.file_kinds import FIRST_BYTES_READ, file_kind
-from mtp_extract.io.opening import Named, bundles_at, open_source
+from mtp_extract.io.file_kinds import FIRST_BYTES_READ, describe_file_kind
+from mtp_extract.io.opening import Named, list_bundles, open_source
 from mtp_extract.io.source import Region, Source
-from mtp_extract.litertlm.container import TFLITE_IDENTIFIER, TFLITE_MODEL, Bundle, Section, is_bundle, read_bundle
+from mtp_extract.litertlm.container import (
+    TFLITE_IDENTIFIER,
+    TFLITE_MODEL,
+    BundleHeader,
+    Section,
+    is_bundle,
+    read_bundle_header,
+)
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.skeleton import unpack_skeleton
 from mtp_extract.litertlm.tflite import Signature, TfliteModel, read_model
@@ -48,16 +55,16 @@ _MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
-class Shard:
+class BundledDrafter:
     """The drafter of a file: where it lies, and everything that was read from its graph."""
 
-    opened: Opened
+    opened: ModelFile
     section: Section | None  # None for a bare model
     found_by: str  # "model_type", "signature" or "bare model"
     model: TfliteModel
     signature: Signature
     graph: FlatGraph
-    walk: Walk
+    structure: DrafterStructure
     config: DrafterConfig
     names: NameCheck
     known: dict[str, Any] | None  # the entry of ``mappings/geometries.json`` it matches; None for an unknown geometry
@@ -66,11 +73,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Opened(AbstractContextManager["Opened"]):
+class ModelFile(AbstractContextManager["ModelFile"]):
     """A source that has been opened: ``with mtp_extract.open(path) as opened: …``."""
 
     source: Source
-    bundle: Bundle | None
+    bundle: BundleHeader | None
     # Index of the drafter's section and key of its signature, if the user named them; else they are looked for.
     section: int | None = None
     signature: str | None = None
@@ -81,7 +88,7 @@ class Opened(AbstractContextManager["Opened"]):
     @property
     def remarks(self) -> tuple[str, ...]:
         """How the file was chosen, in a sentence; empty if the user named it."""
-        others = few(self.passed_over, most=_MOST_LISTED)
+        others = list_few(self.passed_over, most=_MOST_LISTED)
         chosen = f"{self.source.name} is the bundle of that repository with a drafter. Without one: {others}."
         return (chosen,) if self.passed_over else ()
 
@@ -100,14 +107,16 @@ class Opened(AbstractContextManager["Opened"]):
         """Whether the source begins as a TFLite model does."""
         return self.source.size >= 8 and self.source.read(4, 4) == TFLITE_IDENTIFIER
 
-    def model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
+    def read_model(self, section: Section, budget: Budget | None = None) -> TfliteModel:
         """Read the TFLite model in ``section`` with the weights that belong to it; ``budget`` as for read_model."""
         if self.bundle is None:
             raise FormatError(f"{self.source.name} has no sections.")
-        weights = self.bundle.weights_of(section)
+        weights = self.bundle.find_weights(section)
         return read_model(self.bundle.region(section), self.bundle.region(weights) if weights else None, budget)
 
-    def drafter(self, sliding_window: int | None = None, passed: Collection[tuple[int, int]] = ()) -> Shard:
+    def read_drafter(
+        self, sliding_window: int | None = None, passed: Collection[tuple[int, int]] = ()
+    ) -> BundledDrafter:
         """Find and read the drafter.
 
         Args:
@@ -120,9 +129,9 @@ class Opened(AbstractContextManager["Opened"]):
             RoleError: a constant of its graph has no role, or a role no constant.
             MtpExtractError: the file is damaged, or uses what this release cannot read.
         """
-        with naming_file(self.source.name):
-            graph = self.flat_graph(passed)
-            walked = walk(graph)
+        with name_file_in_errors(self.source.name):
+            graph = self.flatten_graph(passed)
+            walked = read_drafter_structure(graph)
             config = read_config(walked, sliding_window)
         if sliding_window is not None and config.sliding_window != sliding_window:
             raise UnsupportedError(
@@ -131,36 +140,40 @@ class Opened(AbstractContextManager["Opened"]):
                 remedies=("sliding_window",),
             )
         pairs = zip(config.layer_types, walked.layers, strict=True)
-        return self.shard(graph, walked, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
+        return self.make_drafter(graph, walked, config, {kind: (layer.key, layer.value) for kind, layer in pairs})
 
-    def shard(self, graph: FlatGraph, walked: Walk, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]) -> Shard:
+    def make_drafter(
+        self, graph: FlatGraph, walked: DrafterStructure, config: DrafterConfig, kv: Mapping[str, tuple[str, str]]
+    ) -> BundledDrafter:
         """Put together what was read of ``graph``, its section, its names and its geometry."""
         section, found_by, model = self._locate
         names = check_names(walked.roles, config.num_layers)
-        geometry = known_drafter(config)
+        geometry = find_known_drafter(config)
         config = replace(config, max_position_embeddings=geometry["max_position_embeddings"] if geometry else None)
-        return Shard(self, section, found_by, model, graph.signature, graph, walked, config, names, geometry, kv)
+        return BundledDrafter(
+            self, section, found_by, model, graph.signature, graph, walked, config, names, geometry, kv
+        )
 
-    def drafter_model(self) -> TfliteModel:
+    def find_model(self) -> TfliteModel:
         """Return the drafter's model; its graph is not read."""
         return self._locate[2]
 
-    def flat_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
-        """Flatten the drafter's operators, without reading what they compute; ``passed`` as for :meth:`drafter`."""
+    def flatten_graph(self, passed: Collection[tuple[int, int]] = ()) -> FlatGraph:
+        """Flatten the drafter's operators without reading what they compute; ``passed`` as in :meth:`read_drafter`."""
         model = self._locate[2]
         return flatten(model, self._require_signature(model), passed=passed)
 
     def prefetch(self) -> None:
         """Fetch the drafter's bytes in a request or two, before all of them are read; a local file ignores it."""
-        typed = self.chosen()
+        typed = self.list_chosen()
         section = typed[0] if len(typed) == 1 else self._locate[0]
         if self.bundle is None or section is None:
             self.source.prefetch(0, self.source.size)
             return
-        for part in filter(None, (section, self.bundle.weights_of(section))):
+        for part in filter(None, (section, self.bundle.find_weights(section))):
             self.source.prefetch(part.begin, part.size)
 
-    def chosen(self) -> list[Section]:
+    def list_chosen(self) -> list[Section]:
         """Return the section that the user named, or those that the header calls drafters.
 
         Raises:
@@ -187,7 +200,7 @@ class Opened(AbstractContextManager["Opened"]):
         """The drafter's section (None for a bare model), how it was found, and its model."""
         if self.bundle is None and self.is_model:
             return None, "bare model", read_model(Region(self.source, 0, self.source.size, "the model"))
-        typed = self.chosen() if self.bundle is not None else []
+        typed = self.list_chosen() if self.bundle is not None else []
         by_signature = [] if typed else self._find_by_signature()
         sections = typed or [section for section, _ in by_signature]
         if len(sections) > 1:
@@ -197,7 +210,7 @@ class Opened(AbstractContextManager["Opened"]):
                 remedies=("section=N",),
             )
         if typed:
-            return typed[0], "model_type", self.model(typed[0])
+            return typed[0], "model_type", self.read_model(typed[0])
         if by_signature:
             return sections[0], "signature", by_signature[0][1]
         raise NoDrafterError(self._explain_no_drafter())
@@ -208,7 +221,7 @@ class Opened(AbstractContextManager["Opened"]):
         models = list[tuple[Section, TfliteModel]]()
         for section in self._models:
             with suppress(MtpExtractError):
-                model = self.model(section, budget)
+                model = self.read_model(section, budget)
                 if self._list_candidates(model):
                     models.append((section, model))
         return models
@@ -241,7 +254,7 @@ class Opened(AbstractContextManager["Opened"]):
                 f"{name}: expected one signature of a drafter, found {keys}. Say which.", remedies=("signature=NAME",)
             )
         if self.signature is None and OWN_CACHES_SIGNATURE in {s.key for s in model.signatures}:
-            kind = another_kind(f"K and V of its own: the signature {OWN_CACHES_SIGNATURE!r}, as of Qwen3.5's")
+            kind = describe_other_kind(f"K and V of its own: the signature {OWN_CACHES_SIGNATURE!r}, as of Qwen3.5's")
             raise UnsupportedError(f"{name}: {model.region.what} holds {kind}")
         raise NoDrafterError(
             f"{name}: expected the signature {escape(self.signature or SIGNATURE)} in {model.region.what}, found "
@@ -252,7 +265,7 @@ class Opened(AbstractContextManager["Opened"]):
     def _explain_no_drafter(self) -> str:
         name = self.source.name
         if self.bundle is None:
-            kind = file_kind(self.source.read(0, min(FIRST_BYTES_READ, self.source.size)))
+            kind = describe_file_kind(self.source.read(0, min(FIRST_BYTES_READ, self.source.size)))
             return f"{name}: expected a .litertlm bundle or a drafter's .tflite, found {kind}"
         kinds = ", ".join(map(escape, sorted(self.model_types)))
         advice = "Give a file of E2B or E4B that has one, such as gemma-4-E4B-it.litertlm."
@@ -269,7 +282,7 @@ class Opened(AbstractContextManager["Opened"]):
 
 
 @contextmanager
-def naming_file(file: str) -> Iterator[None]:
+def name_file_in_errors(file: str) -> Iterator[None]:
     """Put the name of the file in front of errors that do not have it yet."""
     try:
         yield
@@ -287,9 +300,9 @@ def open_bundle(
     section: int | None = None,
     signature: str | None = None,
     skeleton: bool = False,
-) -> Opened:
+) -> ModelFile:
     """Open a bundle as :func:`mtp_extract.open` explains; with ``skeleton`` also a model without weights."""
-    bundles = bundles_at(source, token)
+    bundles = list_bundles(source, token)
     if len(bundles) > 1:
         opened = _open_bundle_with_drafter(bundles, token, reporter)
     else:
@@ -301,7 +314,7 @@ def open_bundle(
     return replace(opened, section=section, signature=signature)
 
 
-def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) -> Opened:
+def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) -> ModelFile:
     opened = open_source(source, token=token, reporter=reporter)
     try:
         if opened.size == 0:
@@ -311,21 +324,23 @@ def _open(source: Named | Source, token: str | bool | None, reporter: Reporter) 
         if (bare := unpack_skeleton(opened)) is not None:
             if bare is not opened:
                 opened.close()
-            return Opened(bare, None, skeleton=True)
-        return Opened(opened, read_bundle(opened) if is_bundle(opened) else None)
+            return ModelFile(bare, None, skeleton=True)
+        return ModelFile(opened, read_bundle_header(opened) if is_bundle(opened) else None)
     except BaseException:
         opened.close()
         raise
 
 
-def _open_bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter) -> Opened:
+def _open_bundle_with_drafter(
+    addresses: Sequence[HubAddress], token: str | bool | None, reporter: Reporter
+) -> ModelFile:
     """Open the bundle of a repository whose header lists a drafter; of the others only the header is read."""
     repository = addresses[0].repository
     if len(addresses) > _MOST_HEADERS:
         raise SourceError(f"{repository}: expected at most {_MOST_HEADERS} bundles, found {len(addresses)}. Name one.")
     contents = dict[str, str]()
     with ExitStack() as stack:
-        candidates = list[Opened]()
+        candidates = list[ModelFile]()
         for address in addresses:
             opened, contents[address.name] = _look_into(address, token, reporter)
             if opened is not None:
@@ -335,21 +350,21 @@ def _open_bundle_with_drafter(addresses: Sequence[HubAddress], token: str | bool
             others = tuple(name for name in contents if name != candidates[0].source.name)
             return replace(candidates[0], passed_over=others)
     count = len(candidates) or "none"
-    listed = few((f"{name} ({kinds})" for name, kinds in contents.items()), most=_MOST_LISTED, separator="; ")
+    listed = list_few((f"{name} ({kinds})" for name, kinds in contents.items()), most=_MOST_LISTED, separator="; ")
     raise NoDrafterError(
         f"{repository}: expected one bundle with an MTP drafter, found {count} among {len(addresses)}: {listed}. Name "
         "one of these addresses."
     )
 
 
-def _look_into(address: HubAddress, token: str | bool | None, reporter: Reporter) -> tuple[Opened | None, str]:
+def _look_into(address: HubAddress, token: str | bool | None, reporter: Reporter) -> tuple[ModelFile | None, str]:
     """Open the bundle at ``address`` if its header lists a drafter; also return what it lists, or why not."""
     try:
         opened = _open(address, token, reporter)
     except (FormatError, TruncatedError, UnsupportedError) as error:
         # The bundle for an NPU may be of a version that this release does not read; the others still count.
         return None, str(error).removeprefix(f"{address.name}: ").partition(". ")[0]
-    kinds = few(sorted(opened.model_types)) or "no models"
+    kinds = list_few(sorted(opened.model_types)) or "no models"
     if MODEL_TYPE in opened.model_types:
         return opened, kinds
     opened.close()

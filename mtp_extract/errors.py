@@ -116,25 +116,25 @@ def escape(name: object, longest: int = LONGEST_NAME) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
-def few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
+def list_few(names: Iterable[object], most: int = MOST_NAMED, separator: str = ", ") -> str:
     """List the first ``most`` of ``names``, safe for a terminal, and say how many more there are."""
     listed = list(names)
     named = separator.join(escape(name) for name in listed[:most])
     return f"{named} and {len(listed) - most} more" if len(listed) > most else named
 
 
-def several(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Format ``count`` with its ``noun``, in the plural unless it is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def either(names: Iterable[object]) -> str:
+def format_choice(names: Iterable[object]) -> str:
     """Format ``names`` as a choice: "a, b or c"."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(name: object, names: Iterable[str]) -> str:
+def suggest_name(name: object, names: Iterable[str]) -> str:
     """Return " Did you mean …?" with the one of ``names`` that is most like ``name``; empty if none is like it."""
     matches = get_close_matches(str(name).lower(), list(names), n=1, cutoff=_NEAR)
     return f" Did you mean {matches[0]}?" if matches else ""

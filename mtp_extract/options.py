@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_extract.errors import PlanError, either, escape, nearest
+from mtp_extract.errors import PlanError, escape, format_choice, suggest_name
 
 
 def check_bounds(name: str, value: float | None, least: float | None = None, most: float | None = None) -> None:
@@ -19,7 +19,7 @@ def check_bounds(name: str, value: float | None, least: float | None = None, mos
 def check_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
     """Raise PlanError if the field ``name`` is not one of ``choices``; None is always allowed."""
     if value is not None and value not in choices:
-        raise PlanError(f"{name} {escape(value)!r}: expected {either(choices)}.{nearest(value, choices)}")
+        raise PlanError(f"{name} {escape(value)!r}: expected {format_choice(choices)}.{suggest_name(value, choices)}")
 
 
 def require_that(fits: bool, expected: str, *remedies: str) -> None:

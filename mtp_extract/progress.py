@@ -18,7 +18,7 @@ class Reporter:
     def say(self, text: str) -> None:
         """Receive in words what begins."""
 
-    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+    def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
         """Receive that ``number`` of ``total`` are done; called from any thread.
 
         Args:
@@ -26,7 +26,7 @@ class Reporter:
             unit: what is counted, such as "batch", or BYTES; empty if ``part`` says it.
         """
 
-    def measured(self, result: object) -> None:
+    def report_result(self, result: object) -> None:
         """Receive a result that is not complete or not yet written, in case the work ends with an error."""
 
     def is_stopped(self) -> bool:
@@ -37,7 +37,7 @@ class Reporter:
 SILENT = Reporter()
 
 
-def counter(reporter: Reporter, part: str, total: int) -> Callable[[int], None]:
+def make_counter(reporter: Reporter, part: str, total: int) -> Callable[[int], None]:
     """Make a function that any thread calls with bytes done, and that reports their sum, at most ``total``."""
     done = 0
     one_at_a_time = threading.Lock()
@@ -46,7 +46,7 @@ def counter(reporter: Reporter, part: str, total: int) -> Callable[[int], None]:
         nonlocal done
         with one_at_a_time:
             done += count
-            reporter.done(part, min(done, total), total, BYTES)
+            reporter.report_progress(part, min(done, total), total, BYTES)
 
     return advance
 
@@ -55,4 +55,4 @@ def report_each(items: Sequence[_Item], reporter: Reporter, part: str, unit: str
     """Yield ``items``, and report after each how many of them are done."""
     for number, item in enumerate(items, 1):
         yield item
-        reporter.done(part, number, len(items), unit)
+        reporter.report_progress(part, number, len(items), unit)

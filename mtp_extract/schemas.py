@@ -22,7 +22,7 @@ _FIELD = r"^((?: +#:? .*\n)*) +(\w+): .*?(?:  #:? (.*))?$"
 """A field in a type's source: the comments above it, its name, and the comment behind it."""
 
 
-def schema(name: str) -> dict[str, Any]:
+def build_schema(name: str) -> dict[str, Any]:
     """Build the schema of the record ``name``, a :data:`RecordName`.
 
     Raises:

@@ -71,7 +71,7 @@ def _scale_attention(drafter: MtpDrafter, base: Base) -> Any:
 
 
 def _rotate_all_dimensions(drafter: MtpDrafter, base: Base) -> Any:
-    return drafter.with_config(drafter.config.with_rope("full_attention", partial_rotary_factor=1.0))
+    return drafter.with_config(drafter.config.replace_rope("full_attention", partial_rotary_factor=1.0))
 
 
 def _drop_scalars(drafter: MtpDrafter, base: Base) -> Any:

@@ -26,8 +26,8 @@ from _rehearsal.shapes import SHAPES
 from rehearse import ROOT, build_environment
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.formats import FORMATS
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.formats import MTP_FORMATS
+from mtp_extract.pipeline.extraction import build_checkpoint, prove_checkpoint
 
 sys.path.insert(0, str(ROOT / "tests"))
 from _rehearsal.drafter import build_drafter
@@ -99,7 +99,7 @@ def measure_proof(source: Path) -> float:
     for _ in range(3):
         start = time.process_time()
         with open_bundle(source) as opened:
-            prove_checkpoint(shard := opened.drafter(), checkpoint_of(shard))
+            prove_checkpoint(shard := opened.read_drafter(), build_checkpoint(shard))
         taken.append(time.process_time() - start)
     return min(taken)
 
@@ -131,14 +131,14 @@ def main() -> None:
         if options.file is None:
             write_e4b_shaped(source)
         with open_bundle(source) as opened:
-            region = opened.drafter().model.region
+            region = opened.read_drafter().model.region
         ours = ("-m", "mtp_extract", "extract", source, "-o", out)
         commands: dict[str, Sequence[object]] = {
             "NumPy alone, in F32": ("-c", NUMPY, source, region.begin, region.size, out),
             "`mtp-extract --dtype f32`": (*ours, "--dtype", "f32"),
             "`mtp-extract`": ours,
         }
-        coded = [name for name, listed in FORMATS.items() if "codes" in listed.dtypes and not listed.read_as]
+        coded = [name for name, listed in MTP_FORMATS.items() if "codes" in listed.dtypes and not listed.read_as]
         commands |= {f"`mtp-extract --for {name}`": (*ours, "--for", name) for name in coded}
         commands |= {"`mtp-inspect`": (*ours[:2], "inspect", source), "`mtp --help`": (*ours[:2], "--help")}
         print("| what | CPU s | peak memory |\n| --- | --- | --- |")

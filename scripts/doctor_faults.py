@@ -30,7 +30,7 @@ from mtp_extract.doctor.faults import ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Diagnosis, Identity, Serving
 from mtp_extract.doctor.run import compare_with_served
-from mtp_extract.doctor.texts import compare_with_base, count_served, read_samples
+from mtp_extract.doctor.texts import count_served, measure_text_fit, read_samples
 from mtp_extract.doctor.verdict import judge_diagnosis
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.base_model import load_base
@@ -70,7 +70,7 @@ class Bench:
             answers.append(Answer(reply.pieces[0], tokens, None, 0.0, counted=counted))
         plan = DoctorPlan("the pair", "the base", max_tokens=NEW_TOKENS)
         chosen = read_samples(self.generator, [self.encoded[row] for row in rows], answers, plan)
-        clean, text = count_served(chosen, STEPS, base.stop_token_ids), compare_with_base(self.generator, chosen)
+        clean, text = count_served(chosen, STEPS, base.stop_token_ids), measure_text_fit(self.generator, chosen)
         assert clean is not None
         key = (id(drafter), tuple(sample.text.tokens for sample in chosen), max(1, round(clean.tokens_per_round)))
         if key not in self._known:

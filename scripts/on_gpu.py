@@ -31,7 +31,7 @@ from _rehearsal.base import write_base
 from _rehearsal.commands import write_prompts
 from _rehearsal.shapes import FULL, SHAPES, SLIDING, Shape
 
-from mtp_extract.drafter.load import load_any
+from mtp_extract.drafter.load import load_any_drafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.progress import Reporter
 from mtp_extract.speculate.drafts import DraftTree
@@ -93,7 +93,7 @@ class Pair:
     def __init__(self, base: Path, drafter: Path, device: str) -> None:
         loaded = load_base(str(base), device)
         self.base, self.device = loaded.model, loaded.device
-        network = load_any(drafter, dtype=loaded.drafter_dtype, device=loaded.device)
+        network = load_any_drafter(drafter, dtype=loaded.drafter_dtype, device=loaded.device)
         self.generator = SpeculativeGenerator(self.base, network)
         assistant: Any = transformers.AutoModelForCausalLM.from_pretrained(drafter, dtype=loaded.drafter_dtype)
         self.assistant = assistant.to(loaded.device).eval()
@@ -199,7 +199,7 @@ class _StepTimes(Reporter):
     def __init__(self, ends: list[float]) -> None:
         self._ends = ends
 
-    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+    def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
         if part.startswith("step"):
             self._ends.append(time.monotonic())
 

@@ -22,13 +22,13 @@ import mtp_extract
 from mtp_extract.cli._written import is_rounded
 from mtp_extract.cli.terminal import format_size
 from mtp_extract.errors import MtpExtractError, SourceError, escape
-from mtp_extract.formats import ENGINES, EVERY, FORMATS
+from mtp_extract.formats import ALL_FORMATS, ENGINES, MTP_FORMATS
 from mtp_extract.io.address import parse_address
-from mtp_extract.pipeline.extraction import default_directory
+from mtp_extract.pipeline.extraction import choose_directory
 from mtp_extract.pipeline.inspection import inspect
 from mtp_extract.pipeline.writing import ExtractionResult
 from mtp_extract.progress import Reporter
-from mtp_extract.report.markdown import plain
+from mtp_extract.report.markdown import escape_markdown
 
 LARGEST = 2_000_000_000
 """Bytes of a drafter: of its section, and of its numbers as F32. That of Gemma 4 E4B has 44 MB and 312 MB."""
@@ -42,7 +42,7 @@ LIMITS = (
     f"Drafters of up to {LARGEST / 1e9:g} GB, {LONGEST // 60} minutes a job, one job at a time. Files are removed "
     f"{KEPT // 60} minutes after they were made."
 )
-CHOICES = [*dict.fromkeys((*ENGINES, *FORMATS))]
+CHOICES = [*dict.fromkeys((*ENGINES, *MTP_FORMATS))]
 STYLE = """
 .gradio-container { width: 100%; max-width: 56rem !important; min-width: 0 !important; margin: 0 auto !important; }
 .small { min-width: min(20rem, 100%) !important; opacity: .75; }
@@ -78,7 +78,7 @@ class PageReporter(Reporter):
         self._what = what
         self._began = time.monotonic()
 
-    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+    def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
         if time.monotonic() - self._began > LONGEST:
             late = f"Expected to be done in {LONGEST:g} seconds, and was not. Nothing was kept."
             raise MtpExtractError(f"{late} Try again, or extract it on a machine of yours, with mtp-extract.")
@@ -98,7 +98,7 @@ def extract_to_folder(
     # Without a token of the user's none is sent, rather than that of whoever runs this page.
     with mtp_extract.open(address, token=token or False, reporter=reporter) as bundle:
         # Raises what is wrong with it, where looking only says so.
-        bundle.drafter()
+        bundle.read_drafter()
         drafter = inspect(bundle).report["drafter"]
         if (largest := max(drafter["size"], 4 * drafter["parameters"])) > LARGEST:
             raise MtpExtractError(
@@ -106,27 +106,30 @@ def extract_to_folder(
                 "a machine of yours, with mtp-extract."
             )
         return mtp_extract.extract(
-            bundle, folder / default_directory(bundle.source.name), format=choice, reporter=reporter
+            bundle, folder / choose_directory(bundle.source.name), format=choice, reporter=reporter
         )
 
 
 def describe_bundle(report: Mapping[str, Any]) -> str:
     """Describe an inspection in Markdown: the drafter, and the sections beside it."""
-    known = f", {plain(report['known_bundle'])}" if report["known_bundle"] else ""
-    paragraphs = [f"**{plain(Path(report['name']).name)}**, {format_size(report['size'])}{known}"]
+    known = f", {escape_markdown(report['known_bundle'])}" if report["known_bundle"] else ""
+    paragraphs = [f"**{escape_markdown(Path(report['name']).name)}**, {format_size(report['size'])}{known}"]
     drafter = report["drafter"]
     if drafter is None:
-        paragraphs.append(f"**No drafter.** {plain(report.get('no_drafter') or report['problem'])}")
+        paragraphs.append(f"**No drafter.** {escape_markdown(report.get('no_drafter') or report['problem'])}")
     else:
         shape = drafter["geometry"]
         stored = ", ".join(f"{count} {kind}" for kind, count in drafter["stored_types"].items())
-        name = f"of {plain(drafter['known_as'])}'s shape" if drafter["known_as"] else "of an unlisted shape"
+        name = f"of {escape_markdown(drafter['known_as'])}'s shape" if drafter["known_as"] else "of an unlisted shape"
         paragraphs.append(
             f"**A drafter**: {name}, {drafter['parameters'] / 1e6:.2f} M parameters in {format_size(drafter['size'])} "
             f"({stored}); {shape['num_layers']} layers, hidden {shape['hidden_size']}, backbone "
             f"{shape['backbone_hidden_size']}, vocabulary {shape['vocab_size']}."
         )
-    rows = [[str(s["index"]), plain(s["model_type"] or s["type"]), format_size(s["size"])] for s in report["sections"]]
+    rows = [
+        [str(s["index"]), escape_markdown(s["model_type"] or s["type"]), format_size(s["size"])]
+        for s in report["sections"]
+    ]
     lines = ("| " + " | ".join(row) + " |" for row in (("#", "holds", "bytes"), ("---",) * 3, *rows))
     return "\n\n".join([*paragraphs, "\n".join(lines)])
 
@@ -140,7 +143,7 @@ def describe_result(result: ExtractionResult, seconds: float) -> str:
     """Describe what was written and its proof, with the notes."""
     layout, total = result.record["layout"], format_size(sum(result.files.values()))
     before = " before rounding" if is_rounded(result.record) else ""
-    said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({EVERY[layout].about}), {total}.</p>
+    said = f"""<p><b>Written</b> in {seconds:.0f} s: the {layout} format ({ALL_FORMATS[layout].about}), {total}.</p>
     <p><b>Verified{before}</b>: it computes what the bundle computes, for every input, in real numbers.</p>"""
     return f'<div class="done">{said}{"".join(f"<p>{html.escape(note)}</p>" for note in result.notes)}</div>'
 

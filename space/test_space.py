@@ -34,7 +34,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 from mtp_extract import inspect  # noqa: E402
 from mtp_extract.data import sample_bundle  # noqa: E402
-from mtp_extract.pipeline.check import ReadDirectory  # noqa: E402
+from mtp_extract.pipeline.check import CheckpointDirectory  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 MOCKED = "mock-oauth-token-for-local-dev"
@@ -179,7 +179,7 @@ def test_extract_and_download(page: Page, home: Path) -> None:
     assert "the gguf format" in said
     assert "MTP drafter" in page.says("MTP drafter", "#card")
     (directory,) = (made for folder in left(home) for made in folder.iterdir() if "gguf" in str([*made.iterdir()]))
-    ReadDirectory.of(directory)
+    CheckpointDirectory.of(directory)
     (weights,) = directory.glob("mtp-*.gguf")
     links = page.driver.find_elements(By.CSS_SELECTOR, "#files a")
     assert {link.get_attribute("download") for link in links} == {path.name for path in directory.iterdir()}

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from helpers.make_bundle import Memory
 
 from mtp_extract import bundle as bundle_module
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import DrafterConfig, RopeConfig
-from mtp_extract.architecture.roles import GEMMA4, role_table, roles_of
-from mtp_extract.bundle import Opened, Shard, open_bundle
+from mtp_extract.architecture.roles import GEMMA4, list_roles, load_role_table
+from mtp_extract.bundle import BundledDrafter, ModelFile, open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.files import read_header
-from mtp_extract.checkpoint.weight import Weight, constant_weight, of_array
+from mtp_extract.checkpoint.weight import Weight, build_constant_weight, wrap_array
 from mtp_extract.errors import (
     CheckpointError,
     FormatError,
@@ -35,7 +35,7 @@ from mtp_extract.errors import (
     UnsupportedError,
 )
 from mtp_extract.evaluation.prompts import read_prompts
-from mtp_extract.formats import FORMATS, format_named
+from mtp_extract.formats import MTP_FORMATS, load_format
 from mtp_extract.graph import roles as roles_module
 from mtp_extract.graph.evaluate import evaluate
 from mtp_extract.graph.flat import FlatGraph, flatten
@@ -44,19 +44,19 @@ from mtp_extract.hub.upload import plan_upload
 from mtp_extract.insertion import base as base_module
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.io.address import parse_address
 from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
 from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.flexbuffer import read_numbers
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
-from mtp_extract.pipeline.check import Check, ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
+from mtp_extract.pipeline.check import Check, CheckpointDirectory
+from mtp_extract.pipeline.extraction import build_checkpoint, prove_checkpoint
 from mtp_extract.pipeline.identity import verify_against as _verify_against
 from mtp_extract.pipeline.inspection import inspect, inspect_checkpoint
 from mtp_extract.pipeline.skeleton import write_skeleton
-from mtp_extract.proof.proof import Proof, in_words
+from mtp_extract.proof.proof import Proof, describe_proof
 from mtp_extract.proof.proof import prove as _prove
 
 Floats = npt.NDArray[np.float32]
@@ -66,19 +66,19 @@ Read = Callable[[str], Weight]
 
 def verify(place: Path | str) -> Mapping[str, Any]:
     """The record of the checkpoint at ``place``, which is held against it; empty where there is none."""
-    found = ReadDirectory.of(place)
+    found = CheckpointDirectory.of(place)
     return found.record if found.is_recorded else {}
 
 
-def verify_against(place: Path | str, opened: Opened) -> list[Check]:
+def verify_against(place: Path | str, opened: ModelFile) -> list[Check]:
     """The checks of the checkpoint at ``place`` against its bundle, all of them passed or not to be made."""
-    return _verify_against(ReadDirectory.of(place), opened)
+    return _verify_against(CheckpointDirectory.of(place), opened)
 
 
-def read(source: Path | Source, sliding_window: int | None = None) -> Shard:
+def read(source: Path | Source, sliding_window: int | None = None) -> BundledDrafter:
     """The drafter of a bundle or a bare model: roles, layers and config as its graph has them."""
     with open_bundle(source) as opened:
-        return opened.drafter(sliding_window)
+        return opened.read_drafter(sliding_window)
 
 
 def prove(
@@ -88,10 +88,10 @@ def prove(
 ) -> Proof:
     """The proof of the drafter in ``source``; ``config`` and ``read`` plant faults in its checkpoint."""
     with open_bundle(source) as opened:
-        drafter = opened.drafter()
-        tensors = {role.name: constant_weight(shape) for role, shape in shapes_of(drafter.config).items()}
-        tensors |= checkpoint_of(drafter).tensors
-        return _prove(drafter.graph, drafter.walk, config(drafter.config), read(tensors.__getitem__))
+        drafter = opened.read_drafter()
+        tensors = {role.name: build_constant_weight(shape) for role, shape in list_shapes(drafter.config).items()}
+        tensors |= build_checkpoint(drafter).tensors
+        return _prove(drafter.graph, drafter.structure, config(drafter.config), read(tensors.__getitem__))
 
 
 def model_of(data: bytes, budget: Budget | None = None) -> TfliteModel:

@@ -15,7 +15,7 @@ import pytest
 import mtp_extract
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 from mtp_extract.pipeline.inspection import Inspection
-from mtp_extract.schemas import RecordName, schema
+from mtp_extract.schemas import RecordName, build_schema
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
@@ -86,7 +86,7 @@ def test_the_library_does_not_need_the_packages_of_its_commands() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("name", get_args(RecordName))
 def test_every_field_says_what_it_means(name: str) -> None:
-    found = schema(name)
+    found = build_schema(name)
     for kind, part in {name: found, **found["definitions"]}.items():
         for field, of in part.get("properties", {}).items():
             assert of.get("description"), f"{kind}.{field} has no comment"
@@ -96,4 +96,4 @@ def test_a_command_prints_one() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mtp_extract", "schema", "doctor"], capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout) == schema("doctor")
+    assert json.loads(done.stdout) == build_schema("doctor")

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import mtp_extract
 from mtp_extract.data import sample_bundle, sample_prompts
-from mtp_extract.evaluation.prompts import Prompt, read_prompts, shipped_prompts
+from mtp_extract.evaluation.prompts import Prompt, load_shipped_prompts, read_prompts
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
 NOTEBOOK = EXAMPLES / "drafter.ipynb"
@@ -48,11 +48,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
     """A few of the sample's prompts: as many of every side as a training needs."""
-    from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, split_of
+    from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, choose_side
 
     chosen, least = list[Prompt](), {TRAINED: 4, WATCHED: 4, HELD_OUT: 5}
     for side, most in least.items():
-        chosen += [prompt for prompt in read_prompts(sample_prompts()) if split_of(prompt.source) == side][:most]
+        chosen += [prompt for prompt in read_prompts(sample_prompts()) if choose_side(prompt.source) == side][:most]
     assert len(chosen) == sum(least.values())
     return write_prompts(tmp_path / "few.jsonl", few_of(chosen, 1))
 
@@ -153,7 +153,7 @@ def test_what_was_tuned_is_in_the_new_bundle(
 ) -> None:
     from mtp_extract.tuning import corpus
 
-    shipped = shipped_prompts(1)
+    shipped = load_shipped_prompts(1)
     monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: shipped)
     quickly = ("--steps", "4", "--learning-rate", "0.03", "--new-tokens", "8")
     printed = run("tune_and_insert", str(spoilt), "--prompts", str(few), *quickly)

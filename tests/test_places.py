@@ -14,11 +14,11 @@ from helpers.record_document import TUNING
 
 from mtp_extract import convert, extract, validate
 from mtp_extract.errors import MtpExtractError, OutputError
-from mtp_extract.formats import FORMATS
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.formats import MTP_FORMATS
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.io.place import check_place
-from mtp_extract.pipeline.check import ReadDirectory, recorded
-from mtp_extract.tuning.pair import write_made
+from mtp_extract.pipeline.check import CheckpointDirectory, list_recorded_files
+from mtp_extract.tuning.pair import write_result
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.validation.plan import ValidationPlan
 
@@ -46,21 +46,21 @@ def test_a_record_that_lists_what_no_run_has_written(mine: Path, sample: Path, n
 
 
 def test_every_file_of_every_format_is_a_runs_own(sample: Path, tmp_path: Path) -> None:
-    for name in FORMATS:
+    for name in MTP_FORMATS:
         written = extract(sample, tmp_path / name, format=name, codes=True)
-        assert recorded(tmp_path / name) == set(written.files), name
+        assert list_recorded_files(tmp_path / name) == set(written.files), name
 
 
 def insert(source: Path, bundle: Path, out: Path) -> None:
-    with planned_insertion(source, bundle) as plan:
+    with plan_insertion(source, bundle) as plan:
         plan.write(out, overwrite=True)
 
 
 def tune(directory: Path, out: Path, base: str = "org/name", work: Path = Path("nowhere")) -> None:
     plan = TuningPlan(directory, base, out, work, overwrite=True)
     plan.check()
-    origin = ReadDirectory.of(directory)
-    write_made(origin, origin.checkpoint, plan, "tuning", TUNING)
+    origin = CheckpointDirectory.of(directory)
+    write_result(origin, origin.checkpoint, plan, "tuning", TUNING)
 
 
 def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
@@ -177,7 +177,7 @@ def test_killed(name: str, there: bool, sample: Path, extracted: Path, tmp_path:
         ended = not killed_at(number, work)
         left = found()
         # Between two names there is neither; the next run puts the old one back.
-        check_place(out, overwrite=True, listed=recorded if name != "insert" else None)
+        check_place(out, overwrite=True, listed=list_recorded_files if name != "insert" else None)
         after = found()
         assert after in (old, new), number
         assert left in (after, None), number

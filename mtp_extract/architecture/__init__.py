@@ -15,7 +15,7 @@ ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (MTP, EAGLE3_
 """Name → architecture."""
 
 
-def architecture_of(config: Config) -> Architecture:
+def find_architecture(config: Config) -> Architecture:
     """Return the architecture that ``config`` belongs to; raise KeyError if :data:`ARCHITECTURES` lacks it."""
     for architecture in ARCHITECTURES.values():
         if isinstance(config, architecture.config):
@@ -23,6 +23,6 @@ def architecture_of(config: Config) -> Architecture:
     raise KeyError(type(config).__name__)
 
 
-def shapes_of(config: Config) -> Shapes:
+def list_shapes(config: Config) -> Shapes:
     """Return the roles of a drafter with this config, in order, each with the shape of its tensor."""
-    return architecture_of(config).shapes(config)
+    return find_architecture(config).shapes(config)

@@ -34,10 +34,10 @@ class Architecture:
         """The long title with "a" or "an", for use in a sentence."""
         return f"{'an' if self.long_title[0] in 'AEIOUaeiou' else 'a'} {self.long_title}"
 
-    def network_class(self) -> Any:
+    def import_network(self) -> Any:
         """Return the class of its network, a DrafterNetwork; imports PyTorch."""
         return resolve_name(self.network)
 
-    def controls(self) -> Sequence[Any]:
+    def import_controls(self) -> Sequence[Any]:
         """Return the faults that a validation measures such a drafter with."""
         return resolve_name(self.faults) if self.faults else ()

@@ -1,7 +1,7 @@
 """The config of Gemma 4's multi-token-prediction drafters, the same wherever it is read from, and their architecture.
 
 Every number that the network uses is a field of :class:`DrafterConfig`. An experiment such as "full instead of partial
-RoPE" is therefore a changed config (:meth:`DrafterConfig.with_rope`, :func:`dataclasses.replace`), not a branch.
+RoPE" is therefore a changed config (:meth:`DrafterConfig.replace_rope`, :func:`dataclasses.replace`), not a branch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mtp_extract.architecture.architecture import Architecture
-from mtp_extract.architecture.roles import GEMMA4_MTP, Shapes, roles_of, with_shapes
+from mtp_extract.architecture.roles import GEMMA4_MTP, Shapes, list_roles, resolve_shapes
 from mtp_extract.data import load_mapping
 from mtp_extract.errors import DrafterError, UnsupportedError
 
@@ -162,7 +162,7 @@ class DrafterConfig:
                     " No engine's configuration expresses that."
                 )
 
-    def with_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
+    def replace_rope(self, layer_type: str, **changes: float) -> DrafterConfig:
         """Return a copy with fields of :class:`RopeConfig` replaced in the layers of ``layer_type``."""
         layers = (
             replace(layer, rope=replace(layer.rope, **changes)) if layer.layer_type == layer_type else layer
@@ -187,7 +187,7 @@ _RECORDED = (
 )
 
 
-def known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
+def find_known_drafter(config: DrafterConfig) -> dict[str, Any] | None:
     """Return the entry of ``mappings/geometries.json`` that ``config`` matches, or None.
 
     A field of ``config`` that is None, such as an unknown window, matches any value.
@@ -212,8 +212,8 @@ def list_mtp_shapes(config: DrafterConfig) -> Shapes:
         "input": 2 * config.backbone_hidden_size,
         "centroids": head.num_centroids if head else 0,
     }
-    roles = roles_of(config.num_layers, ordered_head=head is not None)
-    return with_shapes(roles, sizes, config.num_heads, config.head_dims)
+    roles = list_roles(config.num_layers, ordered_head=head is not None)
+    return resolve_shapes(roles, sizes, config.num_heads, config.head_dims)
 
 
 def describe_mtp(geometry: Mapping[str, Any]) -> list[str]:
@@ -245,7 +245,7 @@ MTP = Architecture(
     tags=("multi-token-prediction", "mtp", "litert-lm"),
     serving=choose_mtp_serving,
     pair_role="mtp_drafter",
-    known_as=lambda config: (known_drafter(config) or {}).get("name"),
+    known_as=lambda config: (find_known_drafter(config) or {}).get("name"),
     is_bundled=True,
     faults="mtp_extract.validation.controls:CONTROLS",
 )

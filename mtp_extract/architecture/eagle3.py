@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from mtp_extract.architecture.architecture import Architecture
-from mtp_extract.architecture.roles import Shapes, roles_of, with_shapes
-from mtp_extract.errors import DrafterError, several
+from mtp_extract.architecture.roles import Shapes, list_roles, resolve_shapes
+from mtp_extract.errors import DrafterError, format_count
 
 EAGLE3 = "eagle3"
 """Name of the architecture, and of the format that its training tools write."""
@@ -100,14 +100,16 @@ def list_eagle3_shapes(config: Eagle3Config) -> Shapes:
         "input_norm": config.norm_before_fc,
         "d2t": config.reduced,
     }
-    roles = roles_of(config.num_layers, architecture=EAGLE3)
+    roles = list_roles(config.num_layers, architecture=EAGLE3)
     roles = tuple(role for role in roles if has_role.get(role.name.split(".")[0], True))
-    return with_shapes(roles, sizes, config.num_heads, [config.head_dim])
+    return resolve_shapes(roles, sizes, config.num_heads, [config.head_dim])
 
 
 def describe_eagle3(geometry: Mapping[str, Any]) -> list[str]:
     """Return a line about the layer, one about widths and vocabularies, and one about the states of the base."""
-    heads = f"{geometry['num_heads']} heads of {geometry['head_dim']}, {several(geometry['num_kv_heads'], 'KV head')}"
+    heads = (
+        f"{geometry['num_heads']} heads of {geometry['head_dim']}, {format_count(geometry['num_kv_heads'], 'KV head')}"
+    )
     tokens = f"{geometry['draft_vocab_size']} of {geometry['vocab_size']} tokens"
     layers = ", ".join(map(str, geometry["base_layers"]))
     return [

@@ -35,7 +35,7 @@ CENTROIDS, ORDERING = HEAD_ROLES = ("ordered_head.centroids", "ordered_head.toke
 
 @dataclass(frozen=True)
 class Role:
-    """The role of one weight; in :func:`role_table` its names still have ``{i}`` for the layer."""
+    """The role of one weight; in :func:`load_role_table` its names still have ``{i}`` for the layer."""
 
     name: str  # "pre_projection", "layers.0.q_proj", …
     kind: str  # MATRIX, NORM, SCALAR or INDEX
@@ -57,15 +57,15 @@ class Role:
 
 
 @cache
-def role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
+def load_role_table(architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Return all roles of ``architecture`` as written in the table, with ``{i}`` for the layer."""
     entries = load_mapping("roles")["architectures"][architecture]
     return convert([{**entry, "name": entry["role"]} for entry in entries], tuple[Role, ...])
 
 
-def roles_of(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
+def list_roles(num_layers: int, *, ordered_head: bool = False, architecture: str = GEMMA4_MTP) -> tuple[Role, ...]:
     """Return every role of a model with ``num_layers`` layers, in the order of execution and of checkpoints."""
-    table = [role for role in role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
+    table = [role for role in load_role_table(architecture) if ordered_head or role.name not in HEAD_ROLES]
     # The roles of a layer stand together in the table.
     of_layers = [role for role in table if role.name.startswith(_LAYERS)]
     first = table.index(of_layers[0])
@@ -79,7 +79,7 @@ def _fill_in_layer(role: Role, layer: int) -> Role:
     return replace(role, name=name, names=names, published_names=tuple(patterns))
 
 
-def with_shapes(roles: Iterable[Role], sizes: Mapping[str, int], num_heads: int, head_dims: Sequence[int]) -> Shapes:
+def resolve_shapes(roles: Iterable[Role], sizes: Mapping[str, int], num_heads: int, head_dims: Sequence[int]) -> Shapes:
     """Return ``roles``, each with the shape of its tensor.
 
     Args:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from mtp_extract.architecture import architecture_of, shapes_of
+from mtp_extract.architecture import find_architecture, list_shapes
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.config import Config, DrafterConfig
 from mtp_extract.architecture.roles import SCALAR
-from mtp_extract.checkpoint.weight import Weight, constant_weight
-from mtp_extract.errors import CheckpointError, UnsupportedError, few
+from mtp_extract.checkpoint.weight import Weight, build_constant_weight
+from mtp_extract.errors import CheckpointError, UnsupportedError, list_few
 
 CODES = "codes"
 """The output type that keeps stored integers; weights without integers are written in F32."""
@@ -58,12 +58,12 @@ class Checkpoint:
     @property
     def architecture(self) -> Architecture:
         """The kind of drafter."""
-        return architecture_of(self.config)
+        return find_architecture(self.config)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on what was passed over."""
-        return (f"Passed over: {few(self.unread, separator='; ')}.",) if self.unread else ()
+        return (f"Passed over: {list_few(self.unread, separator='; ')}.",) if self.unread else ()
 
     @property
     def mtp(self) -> DrafterConfig:
@@ -76,15 +76,15 @@ class Checkpoint:
             )
         return self.config
 
-    def whole(self) -> Checkpoint:
+    def complete(self) -> Checkpoint:
         """Return the checkpoint with every role, in order. A layer scalar that is not stored becomes 1.
 
         Raises:
             CheckpointError: a required weight is missing.
         """
         tensors: dict[str, Weight] = {}
-        for role, shape in shapes_of(self.config).items():
+        for role, shape in list_shapes(self.config).items():
             if role.kind != SCALAR and role.name not in self.tensors:
                 raise CheckpointError(f"{role.name}: expected a weight of shape {list(shape)}, found none.")
-            tensors[role.name] = self.tensors.get(role.name) or constant_weight(shape)
+            tensors[role.name] = self.tensors.get(role.name) or build_constant_weight(shape)
         return replace(self, tensors=MappingProxyType(tensors))

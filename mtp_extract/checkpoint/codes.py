@@ -19,8 +19,8 @@ from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, 
 from mtp_extract.checkpoint.format import FLOATS, Plan
 from mtp_extract.checkpoint.rounding import round_weight
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
-from mtp_extract.checkpoint.stored import Stored, StoredTensor, read_array, read_rows
-from mtp_extract.checkpoint.weight import Constant, Steps, Weight, same_weight
+from mtp_extract.checkpoint.stored import FileWeight, TensorPlace, read_array, read_rows
+from mtp_extract.checkpoint.weight import BundleWeight, Steps, Weight, is_same_weight
 from mtp_extract.litertlm.storage import Integers, Packing
 
 CODES_FILE = "codes/codes.safetensors"
@@ -58,7 +58,7 @@ def add_codes(plan: Plan) -> Plan:
 def _plan_matrix(name: str, weight: Weight, scheme: Packing) -> Iterator[PlannedTensor]:
     """Plan the codes of a matrix as they are stored, with one scale and one zero point per row or block."""
     steps = weight.steps
-    if isinstance(weight, Constant):
+    if isinstance(weight, BundleWeight):
         scale = weight.source.scale
         zero_point = weight.source.zero_point
     else:
@@ -70,7 +70,7 @@ def _plan_matrix(name: str, weight: Weight, scheme: Packing) -> Iterator[Planned
     yield plan_array(f"{name}.zero_point", zero_point)
 
 
-def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
+def attach_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
     """Return ``weights``, by role, with the codes that ``directory`` holds beside their floats, if any.
 
     Raises:
@@ -84,7 +84,7 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
     with report_damage(path, "not the codes of its matrices, or damaged: {}"):
         for name, scheme in convert(parse_json(metadata.get(_SCHEMES, "")), dict[str, _Scheme]).items():
             # Roles that share a stored tensor share its codes.
-            floats = {role: w for role, w in weights.items() if isinstance(w, Stored) and w.name == name}
+            floats = {role: w for role, w in weights.items() if isinstance(w, FileWeight) and w.name == name}
             parts = {part: stored.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in stored}
             tensors |= dict.fromkeys(
                 floats, _read_checked_codes(path, name, next(iter(floats.values()), None), scheme, parts)
@@ -95,21 +95,19 @@ def with_codes(directory: Path, weights: Mapping[str, Weight]) -> Mapping[str, W
 
 
 def _read_checked_codes(
-    path: Path, name: str, floats: Stored | None, scheme: _Scheme, parts: Mapping[str, StoredTensor]
+    path: Path, name: str, floats: FileWeight | None, scheme: _Scheme, parts: Mapping[str, TensorPlace]
 ) -> Weight:
     """Read the codes of the matrix called ``name``; ValueError if they are damaged or do not give its ``floats``."""
     coded = _read_codes(path, floats.shape, scheme, parts) if floats is not None else None
     if floats is None or coded is None:
         wanted = "codes of a matrix in I8 or U8, with finite scales in F32 and zero points in I64"
         raise ValueError(f"{name}: expected {wanted}, found others")
-    if not same_weight(round_weight(coded, floats.dtype.rounding), floats):
+    if not is_same_weight(round_weight(coded, floats.dtype.rounding), floats):
         raise ValueError(f"the codes of {name} are not those of its floats")
     return coded
 
 
-def _read_codes(
-    path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, StoredTensor]
-) -> Weight | None:
+def _read_codes(path: Path, shape: tuple[int, ...], scheme: _Scheme, parts: Mapping[str, TensorPlace]) -> Weight | None:
     """Read the codes of a matrix; None if a part is missing, damaged, or has the wrong type or shape."""
     if len(shape) != 2 or any(part not in parts or parts[part].dtype not in types for part, types in _PARTS.items()):
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from mtp_extract.errors import CheckpointError, escape, few
+from mtp_extract.errors import CheckpointError, escape, list_few
 from mtp_extract.io.files import read_regular
 
 _LARGEST = 1 << 26
@@ -145,7 +145,7 @@ def read_object(path: Path, advice: str = "Extract or fetch it again.") -> dict[
     return content
 
 
-def differences(expected: Any, found: Any, close: float = 0.0, place: str = "") -> Iterator[Difference]:
+def find_differences(expected: Any, found: Any, close: float = 0.0, place: str = "") -> Iterator[Difference]:
     """Yield every place at which ``found`` differs from ``expected``, key by key. An absent key equals None.
 
     Floats may differ by the share ``close`` of the expected number.
@@ -157,7 +157,7 @@ def differences(expected: Any, found: Any, close: float = 0.0, place: str = "") 
         expected, found = ({str(index): value for index, value in enumerate(values)} for values in (expected, found))
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         for key in {**expected, **found}:
-            yield from differences(expected.get(key), found.get(key), close, f"{place}.{key}" if place else key)
+            yield from find_differences(expected.get(key), found.get(key), close, f"{place}.{key}" if place else key)
     elif not _is_close(expected, found, close):
         yield Difference(place, expected, found)
 
@@ -197,7 +197,7 @@ def compare_document(
             drafter's function.
     """
     unread = list[Difference]()
-    for difference in differences(expected, document):
+    for difference in find_differences(expected, document):
         place = difference.place
         same = means_the_same.get(_find_pattern(place, means_the_same), ())
         danger = DANGEROUS.get(_find_pattern(place, DANGEROUS))
@@ -211,7 +211,7 @@ def compare_document(
         if computes and is_of_the_function and difference.found is not None:
             _refuse_document(path, difference, danger)
         unread.append(difference)
-    return (f"{escape(path.name)} {few(unread, separator=' and ')}",) if unread else ()
+    return (f"{escape(path.name)} {list_few(unread, separator=' and ')}",) if unread else ()
 
 
 def _refuse_document(path: Path, difference: Difference, danger: Danger | None) -> NoReturn:

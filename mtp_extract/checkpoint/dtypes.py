@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.litertlm.storage import Floats, Integers, pack_bytes, round_floats, unpack_bytes, widened
+from mtp_extract.litertlm.storage import Floats, Integers, pack_bytes, round_floats, unpack_bytes, widen_floats
 from mtp_extract.litertlm.tflite import TensorType
 
 Codes = npt.NDArray[np.int8]
@@ -53,7 +53,7 @@ class Dtype:
 
     def widen(self, stored: bytes | memoryview) -> Floats:
         """Return stored little-endian bytes as float32, exactly."""
-        return widened(stored, self.type)
+        return widen_floats(stored, self.type)
 
 
 DTYPES = MappingProxyType(
@@ -90,7 +90,7 @@ BLOCK = 32
 """Elements of a row that share a step in GGUF."""
 
 
-def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
+def count_row_bytes(columns: int, bits: int, unit: int = 1) -> int:
     """Return the bytes of a packed row, rounded up to a multiple of ``unit``."""
     return -(-columns * bits // (8 * unit)) * unit
 
@@ -98,7 +98,7 @@ def row_bytes(columns: int, bits: int, unit: int = 1) -> int:
 def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
     """Pack ``codes``, int8 ``[rows, columns]``, as ``[rows, row_bytes(columns, bits, unit)]``, padded with 0."""
     rows, columns = codes.shape
-    stored = np.zeros((rows, row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
+    stored = np.zeros((rows, count_row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
     np.add(codes.view(np.uint8), np.uint8(1 << bits - 1), out=stored[:, :columns])
     return pack_bytes(stored, bits)
 

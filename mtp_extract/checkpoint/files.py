@@ -17,12 +17,12 @@ from xxhash import xxh3_128
 
 from mtp_extract._version import __version__
 from mtp_extract.checkpoint.dtypes import ARRAYS, BLOCKS
-from mtp_extract.checkpoint.gguf_file import GGUF_ALIGNMENT, gguf_header, read_gguf
+from mtp_extract.checkpoint.gguf_file import GGUF_ALIGNMENT, build_gguf_header, read_gguf
 from mtp_extract.checkpoint.safetensors_file import build_safetensors_header, read_safetensors
-from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.checkpoint.weight import Rows, Weight, row_ranges
+from mtp_extract.checkpoint.stored import TensorPlace
+from mtp_extract.checkpoint.weight import Rows, Weight, split_rows
 from mtp_extract.errors import OutputError, escape
-from mtp_extract.io.files import aligned, new_file, open_regular, read_back_error, write_all
+from mtp_extract.io.files import align_up, create_file, make_read_back_error, open_regular, write_all
 from mtp_extract.io.threads import check_interrupted
 
 _READ = 1 << 18
@@ -32,15 +32,15 @@ _READ = 1 << 18
 class Container:
     """A file type for tensors: a header with their places, then their data, one after another."""
 
-    read_tensors: Callable[[Path], Mapping[str, StoredTensor]]  # raises CheckpointError if the header is damaged
+    read_tensors: Callable[[Path], Mapping[str, TensorPlace]]  # raises CheckpointError if the header is damaged
     # Builds the header of (tensors whose offsets count from the header's end, metadata).
-    make_header: Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], bytes]
+    make_header: Callable[[Mapping[str, TensorPlace], Mapping[str, Any]], bytes]
     alignment: int = 1  # every tensor begins at a multiple of this many bytes
 
 
 CONTAINERS = {
     ".safetensors": Container(lambda path: read_safetensors(path)[0], build_safetensors_header),
-    ".gguf": Container(lambda path: read_gguf(path)[1], gguf_header, GGUF_ALIGNMENT),
+    ".gguf": Container(lambda path: read_gguf(path)[1], build_gguf_header, GGUF_ALIGNMENT),
 }
 """Ending of a file's name → its type."""
 
@@ -80,7 +80,7 @@ class OutputFile:
     notes: tuple[str, ...] = ()
 
 
-def json_text(document: Mapping[str, Any]) -> str:
+def format_json(document: Mapping[str, Any]) -> str:
     """Format ``document`` as every JSON file of a checkpoint is written."""
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -89,7 +89,7 @@ def plan_rows(
     name: str, weight: Weight, dtype: str, produce_rows: Callable[[int, int], Rows], shape: tuple[int, ...] = ()
 ) -> PlannedTensor:
     """Plan a tensor whose rows ``produce_rows(first, last)`` returns; its shape is that of ``weight`` by default."""
-    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (produce_rows(*r) for r in row_ranges(weight)))
+    return PlannedTensor(name, dtype, shape or weight.shape, lambda: (produce_rows(*r) for r in split_rows(weight)))
 
 
 def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
@@ -98,7 +98,7 @@ def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
     return PlannedTensor(name, dtype, array.shape, lambda: iter([array]))
 
 
-def read_header(path: Path) -> Mapping[str, StoredTensor]:
+def read_header(path: Path) -> Mapping[str, TensorPlace]:
     """Read the places of tensors in the file at ``path``; CheckpointError if it is damaged or of another type."""
     return CONTAINERS[path.suffix].read_tensors(path)
 
@@ -130,7 +130,7 @@ def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = 
     sum_read, sha256 = _compute_sums(path)
     expected = {name: replace(place, offset=len(header) + place.offset) for name, place in places.items()}
     if sum_read != written or (container and container.read_tensors(path) != expected):
-        raise read_back_error(path)
+        raise make_read_back_error(path)
     return {"size": len(header) + data_size, "sha256": sha256}
 
 
@@ -138,7 +138,7 @@ def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, a
     """Write a file of ``size`` bytes. Return their XXH3-128."""
     offset = 0
     digest = xxh3_128()
-    with new_file(path, size) as descriptor:
+    with create_file(path, size) as descriptor:
         for piece in pieces:
             digest.update(piece)
             write_all(descriptor, piece, offset)
@@ -147,13 +147,13 @@ def _write_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, a
     return digest.hexdigest()
 
 
-def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, StoredTensor], int]:
+def _place_tensors(tensors: Sequence[PlannedTensor], alignment: int) -> tuple[dict[str, TensorPlace], int]:
     """Return each tensor's place, with offsets from the header's end, and the bytes of all data."""
-    places = dict[str, StoredTensor]()
+    places = dict[str, TensorPlace]()
     end = 0
     for tensor in tensors:
-        places[tensor.name] = StoredTensor(tensor.dtype, tensor.shape, end, tensor.length)
-        end += aligned(tensor.length, alignment)
+        places[tensor.name] = TensorPlace(tensor.dtype, tensor.shape, end, tensor.length)
+        end += align_up(tensor.length, alignment)
     return places, end
 
 

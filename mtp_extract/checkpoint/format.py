@@ -13,14 +13,14 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES, ROUNDED_TO
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.rounding import SCALES, round_weight
-from mtp_extract.checkpoint.weight import Rows, Weight, has_same_ends, same_weight
-from mtp_extract.errors import CheckpointError, escape, few
+from mtp_extract.checkpoint.weight import Rows, Weight, has_same_ends, is_same_weight
+from mtp_extract.errors import CheckpointError, escape, list_few
 
 FLOATS = "floats"
 INDICES = "indices"
@@ -150,7 +150,7 @@ class Plan:
             if has_codes or stored_as.how == NOTHING:
                 for change in stored_as.list_changes():
                     roles_by_change[change].append(role)
-        notes = [f"{change}: {few(roles, 4)}, {why}." for (change, why), roles in roles_by_change.items()]
+        notes = [f"{change}: {list_few(roles, 4)}, {why}." for (change, why), roles in roles_by_change.items()]
         if self.dtype == CODES and not has_codes:
             notes.append("All is in floats: no matrix has integers that the format holds (--quantize makes them).")
         return tuple(notes)
@@ -160,8 +160,8 @@ def store_all(
     store: Callable[[Role, Weight, str], StoredAs], checkpoint: Checkpoint, dtype: str
 ) -> dict[str, StoredAs]:
     """Decide by ``store`` how each role is stored, in order; CheckpointError if a required weight is missing."""
-    tensors = checkpoint.whole().tensors
-    return {role.name: store(role, tensors[role.name], dtype) for role in shapes_of(checkpoint.config)}
+    tensors = checkpoint.complete().tensors
+    return {role.name: store(role, tensors[role.name], dtype) for role in list_shapes(checkpoint.config)}
 
 
 def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> None:
@@ -174,7 +174,7 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
     Raises:
         CheckpointError: a weight differs; the text names its role.
     """
-    same_floats = same_weight if every_float else has_same_ends
+    same_floats = is_same_weight if every_float else has_same_ends
     for role, stored_as in plan.stored.items():
         if stored_as.how == NOTHING:
             continue
@@ -182,7 +182,7 @@ def require_same(plan: Plan, back: Checkpoint, *, every_float: bool = True) -> N
         if stored_as.how == INDICES:
             is_same = np.array_equal(stored_as.weight.indices(), read_back.indices())
         elif stored_as.how == CODES:
-            is_same = read_back.scheme is not None and same_weight(stored_as.written, read_back)
+            is_same = read_back.scheme is not None and is_same_weight(stored_as.written, read_back)
         else:
             is_same = read_back.scheme is None and same_floats(stored_as.written, read_back)
         if not is_same:

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mtp_extract.checkpoint.documents import report_damage
-from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.stored import TensorPlace
 from mtp_extract.errors import escape
-from mtp_extract.io.files import aligned, open_regular
+from mtp_extract.io.files import align_up, open_regular
 
 ARCHITECTURE = "general.architecture"
 """Key that every file must have."""
@@ -35,7 +35,7 @@ _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))) | {1
 """Number of a value's type (``gguf_type``) → NumPy's name of it."""
 
 
-def gguf_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any]) -> bytes:
+def build_gguf_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, Any]) -> bytes:
     """Build the header of a file; offsets in ``places`` count from the header's end.
 
     The Python type of a value decides its type: int is UINT32 (INT32 in a list), float FLOAT32, np.float64 FLOAT64.
@@ -63,7 +63,7 @@ def gguf_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, Any])
     return bytes(buffer.getvalue()) + bytes(-buffer.tell() % GGUF_ALIGNMENT)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
     """Read the metadata and the places of tensors of the file at ``path``.
 
     A value is a number, bool, text, a list of numbers or bools, or the length of a list of text. FP32 is np.float32.
@@ -127,7 +127,7 @@ class _Header:
         return values if in_list else values[0]
 
 
-def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _read(header: _Header) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
     _require(header.take(4) == b"GGUF", "not a GGUF file (its first bytes are not GGUF)")
     version = header.read_number(4)
     tensors = header.read_number()
@@ -138,16 +138,16 @@ def _read(header: _Header) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     metadata = _read_metadata(header, entries)
     places = _read_places(header, tensors)
 
-    begin = aligned(header.position, GGUF_ALIGNMENT)
+    begin = align_up(header.position, GGUF_ALIGNMENT)
     _require_filled(header.size, begin, places)
     return metadata, {name: replace(place, offset=begin + place.offset) for name, place in places.items()}
 
 
-def _require_filled(size: int, begin: int, places: Mapping[str, StoredTensor]) -> None:
+def _require_filled(size: int, begin: int, places: Mapping[str, TensorPlace]) -> None:
     """Require that tensors fill a file of ``size`` bytes from ``begin`` on, up to the padding of the last."""
     last = max((place.offset + place.length for place in places.values()), default=0)
     end = begin + last
-    padded = begin + aligned(last, GGUF_ALIGNMENT)
+    padded = begin + align_up(last, GGUF_ALIGNMENT)
     _require(end <= size, f"its tensors would end at byte {end} of {size}; it was cut short")
     _require(not places or padded >= size, f"its header describes {padded} bytes, it has {size}")
 
@@ -163,19 +163,19 @@ def _read_metadata(header: _Header, entries: int) -> dict[str, Any]:
     return metadata
 
 
-def _read_places(header: _Header, tensors: int) -> dict[str, StoredTensor]:
+def _read_places(header: _Header, tensors: int) -> dict[str, TensorPlace]:
     """Read the places of tensors, which must follow each other; offsets count from the first tensor's data."""
-    places: dict[str, StoredTensor] = {}
+    places: dict[str, TensorPlace] = {}
     offset = 0
     for _ in range(tensors):
         name = header.read_text()
         _require(name not in places, f"expected each tensor once, found {escape(name)} again")
         places[name] = _read_place(header, escape(name), offset)
-        offset = aligned(offset + places[name].length, GGUF_ALIGNMENT)
+        offset = align_up(offset + places[name].length, GGUF_ALIGNMENT)
     return places
 
 
-def _read_place(header: _Header, label: str, expected_offset: int) -> StoredTensor:
+def _read_place(header: _Header, label: str, expected_offset: int) -> TensorPlace:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     dimensions = header.read_number(4)
@@ -193,4 +193,4 @@ def _read_place(header: _Header, label: str, expected_offset: int) -> StoredTens
     is_possible = max(*shape, elements) <= 8 * header.size and shape[-1] % block == 0
     _require(is_possible, f"{label}: a shape of {list(shape)} in {kind.name} cannot be")
     _require(offset == expected_offset, f"expected {label} to begin at byte {expected_offset}, found {offset}")
-    return StoredTensor(kind.name, shape, offset, elements // block * block_bytes)
+    return TensorPlace(kind.name, shape, offset, elements // block * block_bytes)

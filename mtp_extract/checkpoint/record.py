@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType, to_builtins
 
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.checkpoint.checkpoint import Activations, Checkpoint
 from mtp_extract.io.typed import Bounds, Count, Excerpt, Positive, Record, Sha256, Tool
 
@@ -120,7 +120,7 @@ class Saving(Excerpt):
     interval: Bounds | None  #: `[low, high]` at 95 %, over texts; null with fewer than five
 
 
-def describe_origin_of_bundle(drafter: Shard, original: Checkpoint) -> dict[str, Any]:
+def describe_origin_of_bundle(drafter: BundledDrafter, original: Checkpoint) -> dict[str, Any]:
     """Return the record's fields on the bundle; ``original`` has the weights as the bundle stores them."""
     roles_by_constant = defaultdict[object, list[str]](list)
     for role, tensor in original.tensors.items():
@@ -134,7 +134,7 @@ def describe_origin_of_bundle(drafter: Shard, original: Checkpoint) -> dict[str,
     }
 
 
-def _describe_source(drafter: Shard) -> dict[str, Any]:
+def _describe_source(drafter: BundledDrafter) -> dict[str, Any]:
     opened = drafter.opened
     region = drafter.model.region
     digest = hashlib.sha256()

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, ROUNDED_TO, Codes
-from mtp_extract.checkpoint.weight import Steps, Weight, row_codes, row_ranges
+from mtp_extract.checkpoint.weight import Steps, Weight, center_codes, split_rows
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.litertlm.storage import Floats, Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
@@ -59,7 +59,7 @@ class Rule:
             return self._round(original.floats(first, last).reshape(-1, block))[0].reshape(last - first, -1)
 
         def compute_steps() -> Steps:
-            parts = [self._round(original.floats(*rows).reshape(-1, block))[1] for rows in row_ranges(original)]
+            parts = [self._round(original.floats(*rows).reshape(-1, block))[1] for rows in split_rows(original)]
             return Steps.around_zero(block, np.concatenate(parts).reshape(original.rows, -1))
 
         packing = Packing(self.bits, signed=True)
@@ -92,7 +92,7 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in _RULES
 """Name → rule."""
 
 
-def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
+def repeat_roundings(tensor: Weight, steps: Sequence[str]) -> Weight:
     """Round ``tensor`` by each of ``steps``: a key of :data:`RULES`, of ``ROUNDED_TO`` or of :data:`SCALE_TYPES`.
 
     Raises:
@@ -105,7 +105,7 @@ def rounded_again(tensor: Weight, steps: Sequence[str]) -> Weight:
         elif step in ROUNDED_TO:
             tensor = round_weight(tensor, step)
         else:
-            codes = row_codes(tensor)
+            codes = center_codes(tensor)
             size = codes.steps.size.astype(SCALE_TYPES[step]).astype(np.float32)
             grid = Steps.around_zero(codes.steps.block, size)
             tensor = Weight(codes.shape, codes.codes, codes.scheme, grid, origin=codes.origin)

@@ -16,13 +16,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from mtp_extract.checkpoint.documents import parse_json, report_damage
-from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.stored import TensorPlace
 from mtp_extract.io.files import open_regular
 
 _METADATA = "__metadata__"
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_safetensors(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
     """Read the places of tensors, checked against the file's size, and the metadata of the file at ``path``.
 
     Raises:
@@ -43,11 +43,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
             if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
                 raise ValueError("an entry has other keys than a tensor's")
             begin, end = entry["data_offsets"]
-            tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+            tensors[name] = TensorPlace(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
     return tensors, metadata
 
 
-def build_safetensors_header(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+def build_safetensors_header(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
     """Build the header of a file; offsets in ``places`` count from the header's end."""
     entries: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
     for name, tensor in places.items():

@@ -25,7 +25,7 @@ _CODES = frozenset({("I8", 8), ("U8", 4), ("U8", 2)})
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorPlace:
     """The place of a tensor: ``length`` bytes at ``offset`` from the start of its file."""
 
     dtype: str
@@ -34,7 +34,7 @@ class StoredTensor:
     length: int
 
 
-class Stored(Weight):
+class FileWeight(Weight):
     """A weight of floats, or the indices of an ordered head, in the file at ``path``.
 
     Attributes:
@@ -42,7 +42,7 @@ class Stored(Weight):
         cut: the columns ``[begin, end)`` of the tensor that it is; None for all of them.
     """
 
-    def __init__(self, path: Path, tensor: StoredTensor, name: str = "", cut: tuple[int, int] | None = None) -> None:
+    def __init__(self, path: Path, tensor: TensorPlace, name: str = "", cut: tuple[int, int] | None = None) -> None:
         shape = tensor.shape if cut is None else (tensor.shape[0], cut[1] - cut[0])
         super().__init__(shape, self._read_values, origin=(path, tensor.offset) if cut is None else None)
         self.path = path
@@ -58,9 +58,9 @@ class Stored(Weight):
             raise CheckpointError(f"{self.path}: expected weights in floats, found {self.tensor.dtype}.")
         return FLOAT_NAMES[self.tensor.dtype]
 
-    def in_columns(self, begin: int, end: int) -> Stored:
+    def cut_columns(self, begin: int, end: int) -> FileWeight:
         """Return columns ``[begin, end)`` of the matrix. A thread that reads several parts in turn reads rows once."""
-        part = Stored(self.path, self.tensor, self.name, (begin, end))
+        part = FileWeight(self.path, self.tensor, self.name, (begin, end))
         part._latest = self._latest
         return part
 
@@ -86,7 +86,7 @@ class Stored(Weight):
         return packed
 
 
-class StoredCodes(Stored):
+class FileCodes(FileWeight):
     """A matrix of codes in a file of Google's public mobile checkpoints (``quant_method: gemma`` of transformers 5.18).
 
     Codes of 8 bits are I8. Codes of 4 or 2 bits are packed in U8, the first in the low bits, plus half their range.
@@ -103,7 +103,7 @@ class StoredCodes(Stored):
     def __init__(
         self,
         path: Path,
-        tensor: StoredTensor,
+        tensor: TensorPlace,
         name: str,
         columns: int,
         scale: Floats,
@@ -125,8 +125,8 @@ class StoredCodes(Stored):
         self.shape = (tensor.shape[0], end - begin)
         self._steps = _cut_steps(scale, columns // scale.shape[1], cut)
 
-    def in_columns(self, begin: int, end: int) -> StoredCodes:
-        part = StoredCodes(self.path, self.tensor, self.name, self.all_columns, self.scale, (begin, end))
+    def cut_columns(self, begin: int, end: int) -> FileCodes:
+        part = FileCodes(self.path, self.tensor, self.name, self.all_columns, self.scale, (begin, end))
         part._latest = self._latest
         return part
 
@@ -155,7 +155,7 @@ def _cut_steps(scale: Floats, block: int, cut: tuple[int, int] | None) -> Steps:
     return Steps.around_zero(shared, np.repeat(scale, block // shared, axis=1)[:, begin // shared : end // shared])
 
 
-def _find_code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | None:
+def _find_code_bits(tensor: TensorPlace, columns: int, scale: Floats) -> int | None:
     """Return the bits of a code in ``tensor``; None if its shape, ``columns`` and ``scale`` do not fit each other."""
     if len(tensor.shape) != 2 or not columns:
         return None
@@ -167,19 +167,19 @@ def _find_code_bits(tensor: StoredTensor, columns: int, scale: Floats) -> int | 
     return bits if (np.isfinite(scale) & (scale > 0)).all() else None
 
 
-def common_dtype(weights: Iterable[Weight]) -> str:
+def find_common_dtype(weights: Iterable[Weight]) -> str:
     """Return the name of the float type that all ``weights`` but indices are stored in; "f32" if they differ."""
-    types = {weight.tensor.dtype if isinstance(weight, Stored) else "" for weight in weights} - {"I64"}
+    types = {weight.tensor.dtype if isinstance(weight, FileWeight) else "" for weight in weights} - {"I64"}
     return next((name for name, dtype in DTYPES.items() if types == {dtype.safetensors}), "f32")
 
 
-def read_array(path: Path, stored: StoredTensor) -> npt.NDArray[Any]:
+def read_array(path: Path, stored: TensorPlace) -> npt.NDArray[Any]:
     """Read all of ``stored``, float32, int64 or bool, in its shape; errors are those of :func:`read_rows`."""
     flat = read_rows(path, stored, 0, find_matrix_shape(stored.shape)[0]).reshape(-1)
     return flat.view(ARRAYS[stored.dtype]).reshape(stored.shape)
 
 
-def read_rows(path: Path, stored: StoredTensor, first: int, last: int, into: Bytes | None = None) -> Bytes:
+def read_rows(path: Path, stored: TensorPlace, first: int, last: int, into: Bytes | None = None) -> Bytes:
     """Read rows ``[first, last)`` of ``stored`` as bytes, ``[last − first, bytes of a row]``.
 
     Args:

@@ -1,6 +1,6 @@
 """A weight is an array that is read by rows: ``floats(first, last)``, ``codes(first, last)`` and ``steps``.
 
-Nothing is read before it is used. Large weights are read a few rows at a time by :func:`row_ranges`, so that no tensor
+Nothing is read before it is used. Large weights are read a few rows at a time by :func:`split_rows`, so that no tensor
 has to fit into memory.
 """
 
@@ -67,7 +67,7 @@ class Steps:
 
         return cls(columns // blocks, repeat_by_row(size), repeat_by_row(zero_point), factor)
 
-    def by_row(self) -> Steps:
+    def merge_equal_blocks(self) -> Steps:
         """Return steps of rows if all blocks of each row have the same step, which a format may have repeated."""
         if self.size.shape[1] < 2 or (self.size != self.size[:, :1]).any() or self.zero_point.any():
             return self
@@ -148,12 +148,12 @@ class Weight:
     def array(self) -> Floats:
         """Return all real numbers, float32, in its shape."""
         result = np.empty((self.rows, self.columns), np.float32)
-        for first, last in row_ranges(self):
+        for first, last in split_rows(self):
             result[first:last] = self.floats(first, last)
         return result.reshape(self.shape)
 
 
-class Constant(Weight):
+class BundleWeight(Weight):
     """The constant of a role in a bundle, without the factor that the converter folded into it.
 
     Raises:
@@ -189,13 +189,13 @@ class Constant(Weight):
         return unfold_factor(rows, self.factor) if self.scheme is None else rows
 
 
-def constant_weight(shape: tuple[int, ...], value: float = 1.0) -> Weight:
+def build_constant_weight(shape: tuple[int, ...], value: float = 1.0) -> Weight:
     """Return a weight that is ``value`` everywhere, such as a factor of 1 that the converter left out."""
     columns = find_matrix_shape(shape)[1]
     return Weight(shape, lambda first, last: np.full((last - first, columns), value, np.float32))
 
 
-def of_array(array: Floats | Indices) -> Weight:
+def wrap_array(array: Floats | Indices) -> Weight:
     """Return the weight of an array in memory: float32, or the int64 indices of an ordered head."""
     rows = np.ascontiguousarray(array).reshape(find_matrix_shape(array.shape))
 
@@ -206,7 +206,7 @@ def of_array(array: Floats | Indices) -> Weight:
     return Weight(array.shape, read, origin=id(array))
 
 
-def of_codes(codes: Integers, scheme: Packing, steps: Steps, origin: object = None) -> Weight:
+def wrap_codes(codes: Integers, scheme: Packing, steps: Steps, origin: object = None) -> Weight:
     """Return the weight of a matrix of codes in memory, int8 or uint8 ``[out, in]``."""
     return Weight(codes.shape, lambda first, last: codes[first:last], scheme, steps, origin=origin)
 
@@ -217,13 +217,13 @@ def find_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, math.prod(shape) // rows if rows else 0
 
 
-def row_ranges(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
+def split_rows(weight: Weight, elements: int = CHUNK_ELEMENTS) -> Iterator[tuple[int, int]]:
     """Yield ranges ``[first, last)`` of consecutive rows with about ``elements`` elements each."""
     count = max(elements // max(weight.columns, 1) // ROW_STEP * ROW_STEP, ROW_STEP)
     return ((first, min(first + count, weight.rows)) for first in range(0, weight.rows, count))
 
 
-def row_codes(weight: Weight) -> Weight:
+def center_codes(weight: Weight) -> Weight:
     """Return ``weight`` as formats write it: signed codes of 2, 4 or 8 bits with zero points of 0, and unfolded steps.
 
     Raises:
@@ -257,13 +257,13 @@ def has_exact_steps(weight: Weight) -> bool:
     return weight.scheme is None or weight.steps.factor == 1.0
 
 
-def same_weight(expected: Weight, actual: Weight) -> bool:
+def is_same_weight(expected: Weight, actual: Weight) -> bool:
     """Whether ``actual`` has the codes and scales of ``expected``, even if repeated along a row, or else its floats."""
     if actual.scheme is None:
-        return _has_same_floats(expected, actual, row_ranges(expected))
+        return _has_same_floats(expected, actual, split_rows(expected))
     # Codes that need more than 8 bits without their zero points are compared as they are stored.
     with suppress(NoCodesError):
-        expected, actual = row_codes(expected), row_codes(actual)
+        expected, actual = center_codes(expected), center_codes(actual)
     if expected.scheme is None or expected.shape != actual.shape or expected.steps.factor != actual.steps.factor:
         return False
     block = math.gcd(expected.steps.block, actual.steps.block)
@@ -272,7 +272,7 @@ def same_weight(expected: Weight, actual: Weight) -> bool:
         return [np.repeat(part, steps.block // block, axis=1) for part in (steps.size, steps.zero_point)]
 
     return all(map(np.array_equal, repeat_by_block(expected.steps), repeat_by_block(actual.steps))) and all(
-        np.array_equal(expected.codes(*rows), actual.codes(*rows)) for rows in row_ranges(expected)
+        np.array_equal(expected.codes(*rows), actual.codes(*rows)) for rows in split_rows(expected)
     )
 
 

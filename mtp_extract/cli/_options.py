@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mtp_extract.errors import MtpExtractError, PlanError, escape
-from mtp_extract.formats import ENGINES, EVERY, FORMATS, choices
+from mtp_extract.formats import ALL_FORMATS, ENGINES, MTP_FORMATS, list_choices
 from mtp_extract.pipeline.plan import DtypeName, RuleName
 
 
@@ -65,9 +65,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the whole result as 
 # --- format and type of a written checkpoint
 
 
-_FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in EVERY.items())
+_FORMATS = "; ".join(f"{name} ({listed.about})" for name, listed in ALL_FORMATS.items())
 _RULES = "; ".join(
-    f"{name}: {', '.join(listed.rules)}" for name, listed in FORMATS.items() if listed.rules and not listed.read_as
+    f"{name}: {', '.join(listed.rules)}" for name, listed in MTP_FORMATS.items() if listed.rules and not listed.read_as
 )
 
 Format = Annotated[
@@ -75,7 +75,7 @@ Format = Annotated[
     typer.Option(
         "--for",
         metavar="NAME",
-        autocompletion=lambda incomplete: [name for name in choices() if name.startswith(incomplete)],
+        autocompletion=lambda incomplete: [name for name in list_choices() if name.startswith(incomplete)],
         help=f"Engine that is to load it: {', '.join(ENGINES)}. Or a format: {_FORMATS}.",
     ),
 ]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.cli.terminal import format_size, say, say_notes, say_table, say_unbroken, write_json
 from mtp_extract.errors import escape
-from mtp_extract.formats import architecture_in
-from mtp_extract.report.card import NAMED, PROVEN, roundings, verdict_word
-from mtp_extract.report.serving import next_command
+from mtp_extract.formats import find_format_architecture
+from mtp_extract.report.card import NAMED, PROVEN, describe_verdict, list_roundings
+from mtp_extract.report.serving import format_next_command
 
 if TYPE_CHECKING:
     from mtp_extract.pipeline.writing import ExtractionResult
@@ -33,7 +33,7 @@ def show_written(
         return
     record = result.record
     directory = escape(result.directory)
-    kind = architecture_in(record["layout"])
+    kind = find_format_architecture(record["layout"])
     say(head)
     if verbose:
         say_geometry(kind, record["geometry"], result.parameters)
@@ -45,7 +45,7 @@ def show_written(
     if verbose:
         say_table([[file, format_size(length)] for file, length in result.files.items()])
     say_notes(result.notes)
-    command = next_command(engine.lower(), record, result.directory) if engine else None
+    command = format_next_command(engine.lower(), record, result.directory) if engine else None
     if command:
         say_unbroken(f"Next: {command}")
     else:
@@ -56,7 +56,7 @@ def _say_evidence(kind: Architecture, record: Mapping[str, Any], directory: str,
     """Print the verdict; for a converted checkpoint only what its record claims, since anybody can write a record."""
     if (proof := record["proof"]) is not None:
         claimed = "extraction.json says that it was verified when it was extracted"
-        verdict = claimed if record["converted_from"] else verdict_word(PROVEN)
+        verdict = claimed if record["converted_from"] else describe_verdict(PROVEN)
         before = "before rounding, " if is_rounded(record) else ""
         if verbose:
             say_proof(f"{verdict}: {before}".rstrip(" :,"), proof)
@@ -67,18 +67,18 @@ def _say_evidence(kind: Architecture, record: Mapping[str, Any], directory: str,
         say_not_proven(record)
         say(f"With mtp-validate {directory} --source FILE it is measured against Google's interpreter.")
     elif kind.is_bundled:
-        say(f"{verdict_word(None)}: no record says which file it came from")
+        say(f"{describe_verdict(None)}: no record says which file it came from")
 
 
 def say_not_proven(record: Mapping[str, Any], indent: str = "") -> None:
     """Print why a drafter's graph was not proven, and what stands in place of the proof."""
     when = " when it was extracted" if record["converted_from"] else ""
-    say(f"{indent}{verdict_word(NAMED)}{when}: {escape('; '.join(record['not_proven']), longest=2000)}")
+    say(f"{indent}{describe_verdict(NAMED)}{when}: {escape('; '.join(record['not_proven']), longest=2000)}")
 
 
 def is_rounded(record: Mapping[str, Any]) -> bool:
     """Return whether a record says that numbers were rounded, by this command or an earlier one."""
-    return bool(roundings(*record["converted_from"], record))
+    return bool(list_roundings(*record["converted_from"], record))
 
 
 def describe_place(section: int | None, found_by: str) -> str:

@@ -36,10 +36,10 @@ def bench_command(
     """
     from mtp_extract.api import bench
     from mtp_extract.serving.result import Benchmark
-    from mtp_extract.serving.verdict import benchmark_table
+    from mtp_extract.serving.verdict import build_benchmark_table
 
     def print_result(benchmark: Benchmark) -> None:
-        say_report(benchmark, [benchmark_table(benchmark)], as_json=print_json)
+        say_report(benchmark, [build_benchmark_table(benchmark)], as_json=print_json)
 
     plan = BenchPlan(
         url,

@@ -12,7 +12,7 @@ from mtp_extract.cli._options import AsJson, Codes, Dtype, Format, Overwrite, Qu
 from mtp_extract.cli._written import show_written
 from mtp_extract.cli.terminal import TerminalReporter
 from mtp_extract.errors import escape
-from mtp_extract.formats import architecture_in
+from mtp_extract.formats import find_format_architecture
 
 
 def convert_command(
@@ -58,7 +58,7 @@ def convert_command(
             reporter=reporter,
         )
     record = result.record
-    title = architecture_in(record["layout"]).title
+    title = find_format_architecture(record["layout"]).title
     before = escape(record["converted_from"][-1]["layout"])
     head = f"{title} of {escape(record['source']['name'])}, from its {before} format"
     show_written(result, format, head, print_json=print_json)

@@ -52,7 +52,7 @@ def extract_command(
 
     from mtp_extract.api import extract
     from mtp_extract.data import sample_bundle
-    from mtp_extract.litertlm.published import base_model_of
+    from mtp_extract.litertlm.published import find_base_model
 
     with TerminalReporter(quiet=print_json) as reporter:
         result = extract(
@@ -67,7 +67,7 @@ def extract_command(
             unproven=unproven,
             reporter=reporter,
         )
-    bundle, base = result.record["source"], base_model_of(result.record)
+    bundle, base = result.record["source"], find_base_model(result.record)
     section, shape = bundle["section"], result.record["known_as"]
     head = f"MTP drafter of {escape(bundle['name'])} ({describe_place(section['index'], section['found_by'])})"
     head += f", for {base}" if base else f", of {shape}'s shape" if shape else ""

@@ -91,7 +91,7 @@ def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
         rows = [[role, encoding.storage.type.name, encoding.how, f"{encoding.error:.2g}"] for role, encoding in changed]
         say_table(rows, ["role", "stored", "what", "error"])
     if plan.losses.roles:
-        say(plan.losses.in_words)
+        say(plan.losses.description)
     say_notes(plan.notes)
     if result is None:
         say("Nothing was written.")
@@ -103,10 +103,10 @@ def _show_result(plan: InsertionPlan, result: InsertionResult) -> None:
     checked = "read again and compared, role by role" if plan.of_base else "its drafter was read back and compared"
     say(f"Wrote {escape(result.path)} ({format_size(result.size)}), {checked}")
     if result.proof is not None:
-        from mtp_extract.proof.proof import in_words
-        from mtp_extract.report.card import PROVEN, verdict_word
+        from mtp_extract.proof.proof import describe_proof
+        from mtp_extract.report.card import PROVEN, describe_verdict
 
-        say_proof(verdict_word(PROVEN), in_words(result.proof))
+        say_proof(describe_verdict(PROVEN), describe_proof(result.proof))
     say_notes(result.notes[len(plan.notes) :])
 
 

@@ -15,8 +15,8 @@ from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import AsJson
 from mtp_extract.cli._written import describe_place, say_geometry, say_not_proven, say_proof
 from mtp_extract.cli.terminal import TerminalReporter, format_size, say, say_all, say_notes, say_table, write_json
-from mtp_extract.errors import escape, several
-from mtp_extract.formats import architecture_in
+from mtp_extract.errors import escape, format_count
+from mtp_extract.formats import find_format_architecture
 
 if TYPE_CHECKING:
     from mtp_extract.insertion.comparison import BaseComparison
@@ -86,7 +86,7 @@ def _write_skeleton(source: str, out: Path, *, print_json: bool) -> None:
         write_json(asdict(written))
         return
     say(f"Wrote {escape(written.path)} ({format_size(written.size)}), which holds no weight of {escape(source)}")
-    weights = f"left out: {several(written.weights, 'weight')} ({format_size(written.left_out)})"
+    weights = f"left out: {format_count(written.weights, 'weight')} ({format_size(written.left_out)})"
     say(f"  {weights}" + (f", and {written.doubtful} other constants that may be weights" if written.doubtful else ""))
     say(f"  mtp-inspect {escape(written.path)} --graph reads it as it reads the file.")
 
@@ -109,12 +109,12 @@ def _show_comparison(comparison: BaseComparison) -> None:
 def _show_checkpoint(report: Mapping[str, Any]) -> None:
     holds, place = report["holds"], escape(report["directory"])
     if record := report["extraction"]:
-        say(f"{place}: {several(report['files'], 'file')} as recorded in extraction.json")
+        say(f"{place}: {format_count(report['files'], 'file')} as recorded in extraction.json")
         _say_origin(record)
     else:
         say(f"{place}: without extraction.json")
     _say_checks(report)
-    say_geometry(architecture_in(holds["format"]), holds["geometry"], holds["parameters"])
+    say_geometry(find_format_architecture(holds["format"]), holds["geometry"], holds["parameters"])
     say(f"  {holds['format']} format: {holds['weights']} weights ({_format_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
@@ -196,7 +196,7 @@ def _name_by_shape(drafter: Mapping[str, Any]) -> str:
 
 
 def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
-    from mtp_extract.proof.grids import rounding_in_words
+    from mtp_extract.proof.grids import describe_rounding
 
     place = describe_place(drafter["section"], drafter["found_by"])
     model = drafter["model"]
@@ -206,7 +206,7 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
         f"  {drafter['roles_found']} roles ({_format_counts(drafter['stored_types'])}), {drafter['names_confirmed']} "
         f"confirmed by published names; {drafter['set_aside_count']} other constants (--graph)"
     )
-    if rounded := rounding_in_words(drafter["rounded_activations"], ranges=True):
+    if rounded := describe_rounding(drafter["rounded_activations"], ranges=True):
         say(f"  {rounded}")
     if not drafter["layer_scalars"]:
         say("  no layer scalars in its graph, as in Google's files of April 2026: each is 1")
@@ -223,11 +223,11 @@ def _show_drafter(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
 
 def _show_roles(drafter: Mapping[str, Any], *, is_skeleton: bool) -> None:
     """Print the role of every constant with its reason, the proof, and the other constants."""
-    from mtp_extract.proof.proof import in_words
+    from mtp_extract.proof.proof import describe_proof
 
     _list("Roles", drafter["roles"], "role", "type", "shape", "name_confirms", "why")
     claim = "What a proof would say (of a skeleton, whose weights are left out)" if is_skeleton else "Proof"
-    say_proof(claim, in_words(drafter["proof"]))
+    say_proof(claim, describe_proof(drafter["proof"]))
     _list("Other constants", drafter["set_aside"], "subgraph", "index", "type", "shape", "reason", "op")
 
 

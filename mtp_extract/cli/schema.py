@@ -8,7 +8,7 @@ import typer
 
 from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli.terminal import write_json
-from mtp_extract.schemas import RecordName, schema
+from mtp_extract.schemas import RecordName, build_schema
 
 
 def schema_command(
@@ -17,7 +17,7 @@ def schema_command(
     version: Version = False,
 ) -> None:
     """Print the JSON schema of extraction.json, report.json, or what mtp-bench or mtp-doctor prints with --json."""
-    write_json(schema(name))
+    write_json(build_schema(name))
 
 
 _EXAMPLES = {

@@ -82,9 +82,9 @@ def say_notes(notes: Iterable[str]) -> None:
 
 def say_report(record: object, parts: Iterable[ReportTable], *, as_json: bool) -> None:
     """Print ``record`` as JSON; or its verdict, its findings, the tables in ``parts`` and its notes."""
-    from mtp_extract.report.page import plain_json
+    from mtp_extract.report.page import convert_to_json
 
-    report = plain_json(record)
+    report = convert_to_json(record)
     if as_json:
         write_json(report)
         return
@@ -232,7 +232,7 @@ class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
         if not self._quiet:
             say_progress(text)
 
-    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+    def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
         """Redraw the bar, or print a line if there is no terminal; a small number of bytes is not shown."""
         if self._quiet or (unit == BYTES and total < _WORTH_SHOWING):
             return
@@ -249,7 +249,7 @@ class TerminalReporter(AbstractContextManager["TerminalReporter"], Reporter):
             self._lines = lines
             say_progress(line)
 
-    def measured(self, result: Any) -> None:
+    def report_result(self, result: Any) -> None:
         """Take the bar off the screen, where the result's first line begins, and print the result."""
         self.close()
         self._print_result(result)

@@ -9,7 +9,7 @@ import typer
 
 from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli.terminal import format_size, say, say_notes, say_table
-from mtp_extract.errors import escape, several
+from mtp_extract.errors import escape, format_count
 from mtp_extract.report.card import CardWords
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def upload_command(
 def _show(result: UploadResult, *, beside: bool) -> None:
     total = format_size(sum(file.size for file in result.files))
     visibility = "private" if result.private else "public"
-    files = several(len(result.files), "file")
+    files = format_count(len(result.files), "file")
     if result.dry_run:
         # What is sent beside a base's files goes into a repository that exists.
         when_new = "" if beside else f" ({visibility} if it is new)"

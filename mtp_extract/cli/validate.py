@@ -64,11 +64,11 @@ def validate_command(
     The exit status is 1 also if a check refutes the drafter.
     """
     from mtp_extract.api import validate
-    from mtp_extract.report.page import plain_json
+    from mtp_extract.report.page import convert_to_json
 
     def print_result(validation: Validation) -> None:
         if print_json:
-            write_json(plain_json(validation))
+            write_json(convert_to_json(validation))
         else:
             _show(validation)
 
@@ -105,11 +105,11 @@ def _show(validation: Validation) -> None:
     say_all(validation.verdict)
     drafters = validation.drafters
     if not drafters:
-        part = page.checks(validation)
+        part = page.build_checks_table(validation)
     elif drafters[0].worth:
-        part = page.worth(validation)
+        part = page.build_worth_table(validation)
     else:
-        part = page.steps(drafters)
+        part = page.build_steps_table(drafters)
     say(part.title)
     say_table(part.rows, part.columns, longest=1000)
     say_notes(validation.notes)

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from mtp_extract.doctor.result import Fit, Rates
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.agreement import Acceptance, figure
-from mtp_extract.evaluation.base_texts import groups
-from mtp_extract.evaluation.intervals import LEAST_TEXTS, over_texts, share_bounds, student_quantile
+from mtp_extract.evaluation.agreement import Acceptance, build_figure
+from mtp_extract.evaluation.base_texts import group_by_length
+from mtp_extract.evaluation.intervals import LEAST_TEXTS, bound_share, compute_interval, compute_student_quantile
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, draft_teacher_forced, read_texts
 
 BATCH = 16
 """Number of texts that the base reads at a time."""
@@ -64,8 +64,8 @@ class Counts:
 
 def _estimate_acceptance(hits: CountArray, sizes: CountArray) -> Figure:
     # A server that drafts beyond the end of a text may count more than the text has room for.
-    interval = over_texts(share_bounds, np.minimum(hits, sizes).tolist(), sizes.tolist())
-    return figure(float(hits.sum() / sizes.sum()) if sizes.sum() else np.nan, round(sizes.sum()), interval)
+    interval = compute_interval(bound_share, np.minimum(hits, sizes).tolist(), sizes.tolist())
+    return build_figure(float(hits.sum() / sizes.sum()) if sizes.sum() else np.nan, round(sizes.sum()), interval)
 
 
 def compute_expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequence[Text], steps: int) -> list[Counts]:
@@ -77,13 +77,13 @@ def compute_expected_counts(base: Base, drafters: Sequence[Drafter], texts: Sequ
         counts, in the order of ``drafters``.
     """
     tables = torch.zeros(len(drafters), len(texts), steps + 1, dtype=torch.double)
-    for rows in groups([len(text.tokens) for text in texts], BATCH):
+    for rows in group_by_length([len(text.tokens) for text in texts], BATCH):
         chosen = [texts[row] for row in rows]
         full = read_texts(base, chosen, [drafter.needs for drafter in drafters])
         # A text that was cut off does not end in a stop token: an engine with that limit drafts up to the token before.
         ends = torch.tensor([len(text.tokens) - 1 - (text.tokens[-1] not in base.stop_token_ids) for text in chosen])
         for table, drafter in zip(tables, drafters, strict=True):
-            forced = teacher_forced(base, drafter, chosen, steps, full=full)
+            forced = draft_teacher_forced(base, drafter, chosen, steps, full=full)
             table.index_add_(0, torch.tensor(rows)[forced.text], _count_by_anchor(forced, ends))
     tokens = np.array([float(len(text.anchors)) for text in texts])
     return [Counts(tokens, table[:, 0], table[:, 1:].sum(1), table[:, 1:]) for table in tables.numpy()]
@@ -98,7 +98,7 @@ def _count_by_anchor(forced: Agreement, ends: torch.Tensor) -> torch.Tensor:
     # A draft is accepted if all drafts before it are, and if there is room for it.
     steps = forced.drafts.shape[1]
     stands = (forced.drafts == forced.targets).double().cumprod(dim=1) * (torch.arange(steps) < room[:, None])
-    begins = Acceptance.over(forced.text, forced.anchor, stands).begins * (room > 0)
+    begins = Acceptance.from_stands(forced.text, forced.anchor, stands).start_probability * (room > 0)
     return begins[:, None] * torch.cat([torch.ones(len(room), 1), stands], dim=1)
 
 
@@ -113,7 +113,7 @@ def rank_fits(served: Counts, expected: Mapping[str, Counts]) -> list[Fit]:
         least = None
         if texts >= LEAST_TEXTS:
             # Lower end of a t interval with 5 % on either side: mean − t · s / √texts.
-            least = float(lead.mean() - student_quantile(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
+            least = float(lead.mean() - compute_student_quantile(0.90, texts - 1) * lead.std(ddof=1) / math.sqrt(texts))
         missing = _estimate_missing_drafts(served, expected[name])
         fits.append(Fit(name, float(scores[name].sum()), float(lead.mean()), least, missing))
     return fits
@@ -128,7 +128,7 @@ def _estimate_missing_drafts(served: Counts, expected: Counts) -> Figure:
         return Figure(mean, texts)
     # Not by delta_bounds: a server that does what is expected has exactly 0 here, in every text.
     error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
-    half = student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
+    half = compute_student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
     return Figure(mean, texts, [mean - half, mean + half])
 
 

@@ -56,7 +56,7 @@ def break_drafter(drafter: MtpDrafter, convention: Convention, layers: int, lag:
         if control.name == POSITION:
             faulty[POSITION] = FaultyDrafter(drafter, TRANSFORMERS if convention == LITERT else LITERT)
         elif (changed := control.drafter(drafter)) is not None:
-            faulty[control.name] = control.broken(changed, convention)
+            faulty[control.name] = control.build_faulty(changed, convention)
 
     def give_early_state(base: RoundStart) -> RoundStart:
         return replace(base, fed=replace(base.fed, hidden=base.fed.layers[layers - 1]))

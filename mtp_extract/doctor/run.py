@@ -15,16 +15,16 @@ from mtp_extract.doctor.counts import Counts, rank_fits
 from mtp_extract.doctor.faults import SOUND, ExpectedCounts, count_expected
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import Check, Diagnosis, Identity, Serving
-from mtp_extract.doctor.texts import Sample, ask_all, compare_with_base, count_rounds, count_served, read_samples
+from mtp_extract.doctor.texts import Sample, ask_all, count_rounds, count_served, measure_text_fit, read_samples
 from mtp_extract.doctor.verdict import judge_diagnosis
-from mtp_extract.drafter.load import Network, load_any
+from mtp_extract.drafter.load import Network, load_any_drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS
-from mtp_extract.errors import escape, several
-from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.errors import escape, format_count
+from mtp_extract.evaluation.base_model import LoadedBase, guard_memory, load_base
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
-from mtp_extract.formats import format_of, read_checkpoint
-from mtp_extract.io.address import public_name
-from mtp_extract.litertlm.published import base_model_of
+from mtp_extract.formats import detect_format, read_checkpoint
+from mtp_extract.io.address import choose_public_name
+from mtp_extract.litertlm.published import find_base_model
 from mtp_extract.pipeline.check import read_record
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.serving.client import Answer, Server
@@ -37,24 +37,24 @@ _CONVENTIONS = {LITERT: "n - 1, as in LiteRT-LM", TRANSFORMERS: "n, as in transf
 
 def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) -> Diagnosis:
     """Diagnose the drafter in ``place``, a directory or a ``.gguf``; as :func:`mtp_extract.diagnose` explains."""
-    identity = identify(place, public_name(str(place)))
+    identity = identify(place, choose_public_name(str(place)))
     all_prompts = read_prompts(plan.prompts, chat_template=plan.chat_template)
     prompts = list({prompt.key: prompt for prompt in all_prompts}.values())
     answers = serving = None
     if plan.server is not None:
         with Server(plan.server, model=plan.model, key=plan.key) as server:
-            reporter.say(f"asking {server.name}, {several(len(prompts), 'prompt')} one at a time")
+            reporter.say(f"asking {server.name}, {format_count(len(prompts), 'prompt')} one at a time")
             answers = ask_all(server, plan, prompts)
             serving = _describe_server(server, answers)
 
     reporter.say(f"loading the base {plan.base}")
     loaded = load_base(plan.base, plan.device)
-    with memory_guard("loading the drafter"):
-        drafter = load_any(place, dtype=loaded.drafter_dtype, device=loaded.device)
+    with guard_memory("loading the drafter"):
+        drafter = load_any_drafter(place, dtype=loaded.drafter_dtype, device=loaded.device)
     checks = check_fit(place, identity, drafter, loaded)
     diagnosis = Diagnosis(
         drafter=identity,
-        base=public_name(plan.base),
+        base=choose_public_name(plan.base),
         settings=_list_settings(plan, len(prompts), answers or ()),
         serving=serving,
         checks=checks,
@@ -62,7 +62,7 @@ def run_diagnosis(plan: DoctorPlan, place: Path, reporter: Reporter = SILENT) ->
     diagnosis.notes += (*read_checkpoint(place).notes, *loaded.notes)
     if all(check.passed is not False for check in checks):
         generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-        with memory_guard("running the base"):
+        with guard_memory("running the base"):
             _read_texts(diagnosis, generator, prompts, answers, plan, reporter)
     return judge_diagnosis(diagnosis)
 
@@ -89,7 +89,7 @@ def _read_texts(
 ) -> None:
     """Add what is expected and what was served along the texts of ``prompts`` to ``diagnosis``."""
     encoded = [generator.codec.encode(prompt.content, chat_template=plan.chat_template) for prompt in prompts]
-    reporter.say(f"texts for {several(len(prompts), 'prompt')}, and what is expected along them")
+    reporter.say(f"texts for {format_count(len(prompts), 'prompt')}, and what is expected along them")
     chosen = read_samples(generator, encoded, answers, plan)
     diagnosis.notes += _list_notes(chosen, len(prompts))
     if not chosen:
@@ -99,7 +99,7 @@ def _read_texts(
     lag = served.tokens_per_round if served else None
     texts = [sample.text for sample in chosen]
     compare_with_served(diagnosis, count_expected(generator.drafter, generator.base, texts, steps, lag=lag), served)
-    diagnosis.text = compare_with_base(generator, chosen) if diagnosis.serving is not None else None
+    diagnosis.text = measure_text_fit(generator, chosen) if diagnosis.serving is not None else None
 
 
 def compare_with_served(diagnosis: Diagnosis, expected: ExpectedCounts, served: Counts | None) -> None:
@@ -132,26 +132,26 @@ def _infer_drafts_per_round(answers: Sequence[Answer]) -> int | None:
 def _list_notes(chosen: Sequence[Sample], prompts: int) -> Iterator[str]:
     """Say which texts were left out, and where the server read other prompts."""
     if left_out := prompts - len(chosen):
-        uncounted = f"{left_out} of {several(prompts, 'text')}"
+        uncounted = f"{left_out} of {format_count(prompts, 'text')}"
         yield f"Not counted: {uncounted}, too short, repeats, or not reported in these tokens."
     if bare := sum(sample.without_bos for sample in chosen):
         yield (
             f"The BOS token is added here to text that no chat template wrote, and not at the server, for {bare} of "
-            f"{several(len(chosen), 'prompt')}: counted as the server read them."
+            f"{format_count(len(chosen), 'prompt')}: counted as the server read them."
         )
     if unlike := sum(sample.read_alike is False and not sample.without_bos for sample in chosen):
         yield (
             f"Other tokens at the server, as by another chat template, for {unlike} of "
-            f"{several(len(chosen), 'prompt')}: counted as the server read them, where it says so."
+            f"{format_count(len(chosen), 'prompt')}: counted as the server read them, where it says so."
         )
 
 
 def identify(place: Path, name: str) -> Identity:
     """Identify the drafter in ``place``; raises CheckpointError if it is damaged, or there is none."""
-    layout, record = format_of(place), read_record(place)
+    layout, record = detect_format(place), read_record(place)
     config = layout.read(place).config
     # Some configurations name the base themselves.
-    made_for = (base_model_of(record) if record else None) or config.as_json().get("base")
+    made_for = (find_base_model(record) if record else None) or config.as_json().get("base")
     return Identity(name, layout.name, made_for)
 
 
@@ -208,4 +208,6 @@ def _check_tokenizer(file: Path, base: Mapping[str, int]) -> Check:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return Check("tokenizer", None, f"it lists no tokens by number: {escape(error)}")
     count = sum(base.get(token) != number for token, number in listed.items())
-    return Check("tokenizer", not count, f"{several(count, 'token')} unlike the base's" if count else "the base's own")
+    return Check(
+        "tokenizer", not count, f"{format_count(count, 'token')} unlike the base's" if count else "the base's own"
+    )

@@ -14,13 +14,13 @@ from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.doctor.result import TextFit
 from mtp_extract.errors import PairError
 from mtp_extract.evaluation.agreement import estimate_share
-from mtp_extract.evaluation.base_texts import continue_prompts, groups
+from mtp_extract.evaluation.base_texts import continue_prompts, group_by_length
 from mtp_extract.evaluation.intervals import find_repeats
 from mtp_extract.evaluation.prompts import Prompt
-from mtp_extract.serving.client import Answer, Server, question
+from mtp_extract.serving.client import Answer, Server, build_request
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, likeliest_of_base
+from mtp_extract.speculate.teacher import Text, is_base_argmax
 
 TokenIds = tuple[int, ...]
 _FEW_ROUNDS = 4  # with fewer rounds, half a round more or less leaves the drafts per round unknown
@@ -40,10 +40,10 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
     """Ask for greedy answers, one at a time, so that each change of the metrics page belongs to one answer."""
     answers = []
     for prompt in prompts:
-        before = server.counters()
+        before = server.read_counters()
         fields = {"temperature": 0.0, **server.kind.ids}
-        (answer,) = server.ask([question(prompt.content, plan.max_tokens, plan.chat_template, **fields)])
-        counted, _ = server.counted(before, [answer], plan.max_tokens)
+        (answer,) = server.ask([build_request(prompt.content, plan.max_tokens, plan.chat_template, **fields)])
+        counted, _ = server.count_answers(before, [answer], plan.max_tokens)
         answers.append(structs.replace(answer, counted=counted))
     return answers
 
@@ -136,7 +136,7 @@ def _recover_tokens(generator: SpeculativeGenerator, answer: Answer, written: To
         return answer.token_ids
     if answer.text == generator.codec.decode(written):
         return written
-    tokens = generator.codec.continued(answer.text)
+    tokens = generator.codec.encode_continuation(answer.text)
     # The token that ended the text may be missing.
     return tokens if (answer.tokens or len(tokens)) - len(tokens) in (0, 1) else None
 
@@ -190,14 +190,14 @@ def _count_possible_drafts(text: Text, answer: Answer, rounds: int, stops: Colle
     return max(0, added - rounds + (added > length or text.tokens[-1] in stops))
 
 
-def compare_with_base(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
+def measure_text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) -> TextFit:
     """Measure whether the texts are what this base would write after these prompts."""
     texts = [sample.text for sample in chosen]
     alike = [sample.read_alike for sample in chosen if sample.read_alike is not None]
     # For every token after the prompts: the number of its text, and whether it is the base's argmax.
     text_of, hits = list[torch.Tensor](), list[torch.Tensor]()
-    for group in groups([len(text.tokens) for text in texts], BATCH):
-        likeliest = likeliest_of_base(generator.base, [texts[row] for row in group])
+    for group in group_by_length([len(text.tokens) for text in texts], BATCH):
+        likeliest = is_base_argmax(generator.base, [texts[row] for row in group])
         for row, hits_of_row in zip(group, likeliest.double(), strict=True):
             hits.append(hits_of_row[max(1, texts[row].prompt_length) - 1 : len(texts[row].tokens) - 1])
             text_of.append(torch.full((len(hits[-1]),), row))

@@ -12,7 +12,7 @@ from typing import Any
 from mtp_extract.doctor.counts import is_surely_likeliest
 from mtp_extract.doctor.faults import FAULTS, SOUND
 from mtp_extract.doctor.result import Diagnosis, Fit, Outcome, Serving, TextFit
-from mtp_extract.evaluation.intervals import undecided
+from mtp_extract.evaluation.intervals import explain_undecided
 from mtp_extract.report.numbers import DASH, format_mean, format_number, format_rate
 from mtp_extract.report.page import ReportTable
 
@@ -93,7 +93,7 @@ def _judge_counts(diagnosis: Diagnosis) -> Diagnosis:
     (sound,) = (fit for fit in diagnosis.fits if fit.name == SOUND)
     missing = sound.missing
     if missing.ci95 is None or missing.value is None:
-        return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {undecided(missing.n)}.", [_MORE])
+        return _conclude(diagnosis, "cannot tell", f"Cannot tell: {rates}; {explain_undecided(missing.n)}.", [_MORE])
     low, high = missing.ci95
     diagnosis.findings.append(f"{format_missing_per_100(sound)} accepted drafts missing in 100 tokens")
     is_named = diagnosis.fits[0] is not sound and is_surely_likeliest(diagnosis.fits, missing.n)

@@ -128,7 +128,7 @@ def _append(first: KV, second: KV, dim: int) -> KV:
 class Eagle3Drafter(DrafterNetwork):
     """The network of an EAGLE-3 head, with the :class:`~mtp_extract.drafter.protocol.Drafter` protocol.
 
-    Load one with :func:`mtp_extract.drafter.load.load_any`.
+    Load one with :func:`mtp_extract.drafter.load.load_any_drafter`.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -158,7 +158,7 @@ class Eagle3Drafter(DrafterNetwork):
         rows = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
         return rows + self.get_buffer("d2t") if self.config.reduced else rows
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def find_rows(self, tokens: Tensor) -> Tensor:
         row_of_token = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=tokens.device)
         targets = self.targets.to(tokens.device)
         row_of_token[targets] = torch.arange(len(targets), device=tokens.device)

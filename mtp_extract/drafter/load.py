@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture import architecture_of, shapes_of
+from mtp_extract.architecture import find_architecture, list_shapes
 from mtp_extract.architecture.roles import INDEX
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.network import DrafterNetwork, with_weights
+from mtp_extract.drafter.network import DrafterNetwork, build_network
 from mtp_extract.errors import DrafterError
 from mtp_extract.formats import read_checkpoint
 
 Network = DrafterNetwork  # a drafter of any architecture
 
 
-def load_any(
+def load_any_drafter(
     drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Network:
     """Load a drafter of any architecture and format, in evaluation mode.
@@ -34,8 +34,8 @@ def load_any(
     """
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
     config = checkpoint.config
-    network: Network = with_weights(
-        architecture_of(config).network_class(), config, _build_state_dict(checkpoint, dtype, device)
+    network: Network = build_network(
+        find_architecture(config).import_network(), config, _build_state_dict(checkpoint, dtype, device)
     )
     return network
 
@@ -43,9 +43,9 @@ def load_any(
 def load_drafter(
     drafter: Checkpoint | Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> MtpDrafter:
-    """Load an MTP drafter as :func:`load_any` does; UnsupportedError if it is of another architecture."""
+    """Load an MTP drafter as :func:`load_any_drafter` does; UnsupportedError if it is of another architecture."""
     checkpoint = drafter if isinstance(drafter, Checkpoint) else read_checkpoint(drafter)
-    return with_weights(MtpDrafter, checkpoint.mtp, _build_state_dict(checkpoint, dtype, device))
+    return build_network(MtpDrafter, checkpoint.mtp, _build_state_dict(checkpoint, dtype, device))
 
 
 def _build_state_dict(
@@ -61,7 +61,7 @@ def _build_state_dict(
         )
     shared: dict[object, Tensor] = {}
     state: dict[str, Tensor] = {}
-    for role in shapes_of(checkpoint.config):
+    for role in list_shapes(checkpoint.config):
         tensor = checkpoint.tensors[role.name]
         origin = tensor.origin or role.name
         if origin not in shared:

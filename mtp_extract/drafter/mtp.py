@@ -186,7 +186,7 @@ class MtpDrafter(DrafterNetwork):
             masks[kind] = slots <= newest
             if layer.sliding_window is not None:
                 masks[kind] &= slots > newest - layer.sliding_window - convention.window_extra
-        views = self.views(base.fed.shared_kv, base.positions + convention.position_offset, masks)
+        views = self.build_views(base.fed.shared_kv, base.positions + convention.position_offset, masks)
         return MtpState(base.embed, base.hidden.to(self.pre_projection.weight), views)
 
     def advance(self, state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
@@ -196,7 +196,7 @@ class MtpDrafter(DrafterNetwork):
         h = self.final_norm(h)
         return h, replace(state, hidden=self.post_projection(h))
 
-    def views(
+    def build_views(
         self, shared_kv: Mapping[str, KV], position_ids: Tensor, masks: Mapping[str, Tensor] | None = None
     ) -> tuple[AttentionInput, ...]:
         """Build each layer's attention input; layers that are alike share one.

@@ -17,7 +17,7 @@ _Network = TypeVar("_Network", bound=nn.Module)
 _Drafter = TypeVar("_Drafter", bound="DrafterNetwork")
 
 
-def with_weights(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
+def build_network(network: Callable[[_Shape], _Network], shape: _Shape, state: Mapping[str, Tensor]) -> _Network:
     """Build ``network`` around the tensors of ``state``, without copies, in evaluation mode; all must match."""
     with torch.device("meta"):
         module = network(shape)
@@ -86,7 +86,7 @@ class DrafterNetwork(nn.Module, Drafter):
         """The base's token of each row of the head, int64 [rows]; the full slice if rows are tokens."""
         return slice(None)
 
-    def rows(self, tokens: Tensor) -> Tensor:
+    def find_rows(self, tokens: Tensor) -> Tensor:
         """Return the head's row for each of the base's ``tokens``, int64 in their shape; −1 for undraftable tokens."""
         return tokens
 
@@ -96,8 +96,8 @@ class DrafterNetwork(nn.Module, Drafter):
 
     def with_tensors(self: _Drafter, changes: Mapping[str, Tensor]) -> _Drafter:
         """Return a drafter with the tensors in ``changes`` replaced, by state_dict key; it shares the others."""
-        return with_weights(type(self), self.config, {**self.state_dict(), **changes})
+        return build_network(type(self), self.config, {**self.state_dict(), **changes})
 
     def with_config(self: _Drafter, config: Any) -> _Drafter:
         """Return a drafter with another config that shares these weights, as controls with another scale need it."""
-        return with_weights(type(self), config, self.state_dict())
+        return build_network(type(self), config, self.state_dict())

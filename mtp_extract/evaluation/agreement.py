@@ -24,12 +24,12 @@ from torch.nn.functional import pad
 from torch.nn.utils import rnn
 
 from mtp_extract.drafter.protocol import Drafter
-from mtp_extract.evaluation.base_texts import Continuations, groups
-from mtp_extract.evaluation.intervals import Interval, bound_difference, over_texts, ratio_bounds, share_bounds
+from mtp_extract.evaluation.base_texts import Continuations, group_by_length
+from mtp_extract.evaluation.intervals import Interval, bound_difference, bound_ratio, bound_share, compute_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, PerAnchor, read_texts, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, PerAnchor, draft_teacher_forced, read_texts
 
 # Drafter, draft steps, and whether each step reads the text's token (``along`` of teacher_forced).
 DraftRequest = tuple[Drafter, int, bool]
@@ -40,16 +40,16 @@ def measure_agreements(
 ) -> list[Agreement]:
     """Draft along all texts as each of ``requests`` says; the base reads them once. PairError if all are too short."""
     usable = torch.tensor(written.usable or range(len(written.texts)))
-    batches = groups([len(written.texts[row].tokens) for row in usable], batch)
+    batches = group_by_length([len(written.texts[row].tokens) for row in usable], batch)
     parts: list[list[Agreement]] = [[] for _ in requests]
     for group in report_each(batches, reporter, "drafts after every token"):
         rows = usable[group]
         texts = [written.texts[row] for row in rows]
         full = read_texts(base, texts, [drafter.needs for drafter, *_ in requests])
         for agreements, (drafter, steps, along) in zip(parts, requests, strict=True):
-            agreement = teacher_forced(base, drafter, texts, steps, along=along, full=full)
+            agreement = draft_teacher_forced(base, drafter, texts, steps, along=along, full=full)
             agreements.append(replace(agreement, text=rows[agreement.text]))
-    return [Agreement.joined(agreements) for agreements in parts]
+    return [Agreement.from_parts(agreements) for agreements in parts]
 
 
 class Step(Record):
@@ -74,11 +74,13 @@ def summarize_agreement(part: Agreement) -> Workload:
     """Compute acceptance by step and teacher-forced tokens per round, with 95 % intervals."""
     rounds = compute_acceptance(part)
     accepted = rounds.stands.sum(dim=1)
-    interval = over_texts(share_bounds, accepted / part.steps, torch.ones_like(accepted), text=rounds.text)
+    interval = compute_interval(bound_share, accepted / part.steps, torch.ones_like(accepted), text=rounds.text)
     return Workload(
         texts=len(set(part.text.tolist())),
         n=len(part.anchor),
-        teacher_forced=figure(rounds.teacher_forced, len(accepted), interval and interval.scaled(part.steps, 1.0)),
+        teacher_forced=build_figure(
+            rounds.teacher_forced, len(accepted), interval and interval.rescale(part.steps, 1.0)
+        ),
         steps=[_summarize_step(part, step) for step in range(part.steps)],
     )
 
@@ -100,11 +102,11 @@ class Acceptance(PerAnchor):
     """Acceptance and rounds of the loop at N anchors that have all K targets."""
 
     stands: Tensor  # F64 [N, K], the probability that all drafts up to a step are accepted; 0 or 1 if greedy
-    begins: Tensor  # F64 [N], the probability that a round of the loop begins there; 0 or 1 if greedy
+    start_probability: Tensor  # F64 [N], the probability that a round of the loop begins there; 0 or 1 if greedy
     advance: Tensor  # F64 [N], tokens of a round there, 1 to K + 1; their mean given the text if sampled
 
     @classmethod
-    def over(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Acceptance:
+    def from_stands(cls, text: Tensor, anchor: Tensor, stands: Tensor, along: Tensor | None = None) -> Acceptance:
         """Derive the rounds of the loop; anchors are in order of text, then position.
 
         ``along``, F64 [N, K]: the probability, given the text, that all drafts up to a step are accepted and are the
@@ -121,12 +123,12 @@ class Acceptance(PerAnchor):
     @property
     def rounds(self) -> float:
         """Expected number of rounds of the loop, over all texts."""
-        return float(self.begins.sum())
+        return float(self.start_probability.sum())
 
     @property
     def tokens_per_round(self) -> float:
         """Mean tokens of a round of the loop: Σ begins · advance / Σ begins; NaN without rounds."""
-        return float((self.begins * self.advance).sum() / self.begins.sum())
+        return float((self.start_probability * self.advance).sum() / self.start_probability.sum())
 
     @property
     def texts(self) -> int:
@@ -154,7 +156,9 @@ class Saving:
 def compare_rounds(before: Acceptance, after: Acceptance) -> Saving:
     """Compare the expected rounds of two drafters over the same texts."""
     ratio = before.rounds / after.rounds if after.rounds else math.nan
-    return Saving(ratio, over_texts(ratio_bounds, before.begins, after.begins, text=before.text))
+    return Saving(
+        ratio, compute_interval(bound_ratio, before.start_probability, after.start_probability, text=before.text)
+    )
 
 
 def compare_acceptance(before: Acceptance, after: Acceptance) -> Change:
@@ -162,14 +166,14 @@ def compare_acceptance(before: Acceptance, after: Acceptance) -> Change:
     steps = before.stands.shape[1]
     difference = (after.stands - before.stands).sum(dim=1)
     interval = estimate_difference(before.text, difference / steps)
-    return Change(float(difference.mean()), interval and interval.scaled(steps), before.texts)
+    return Change(float(difference.mean()), interval and interval.rescale(steps), before.texts)
 
 
 def compute_acceptance(agreement: Agreement) -> Acceptance:
     """Compute acceptance in greedy serving, where a draft is accepted if it is the text's token."""
     complete = agreement.where((agreement.targets >= 0).all(dim=1))
     stands = (complete.drafts == complete.targets).double().cumprod(dim=1)
-    return Acceptance.over(complete.text, complete.anchor, stands)
+    return Acceptance.from_stands(complete.text, complete.anchor, stands)
 
 
 def _compute_start_probability(text: Tensor, along: Tensor) -> Tensor:
@@ -200,17 +204,17 @@ def _compute_start_probability(text: Tensor, along: Tensor) -> Tensor:
 def estimate_share(text: Tensor, values: Tensor) -> Figure:
     """Return the mean of ``values`` [N], bool or in 0 to 1, with its interval over texts."""
     values = values.double()
-    interval = over_texts(share_bounds, values, torch.ones_like(values), text=text)
-    return figure(float(values.mean()), len(values), interval)
+    interval = compute_interval(bound_share, values, torch.ones_like(values), text=text)
+    return build_figure(float(values.mean()), len(values), interval)
 
 
 def estimate_difference(text: Tensor, values: Tensor, level: float = 0.95) -> Interval | None:
     """Return the interval, over texts, of the mean of ``values`` [N]: gains in -1 to 1. None with too few texts."""
     gained, lost = values.clamp(min=0), (-values).clamp(min=0)
-    return over_texts(bound_difference, gained, lost, torch.ones_like(values), text=text, level=level)
+    return compute_interval(bound_difference, gained, lost, torch.ones_like(values), text=text, level=level)
 
 
-def figure(value: float, n: int, interval: Interval | None) -> Figure:
+def build_figure(value: float, n: int, interval: Interval | None) -> Figure:
     return Figure(nan_to_none(value), n, list(interval) if interval else None)
 
 

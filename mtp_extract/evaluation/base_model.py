@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mtp_extract.errors import MtpExtractError, PairError, escape, few
-from mtp_extract.evaluation.extras import quiet_transformers, require
-from mtp_extract.io.opening import checkpoint_here
+from mtp_extract.errors import MtpExtractError, PairError, escape, list_few
+from mtp_extract.evaluation.extras import quiet_transformers, require_packages
+from mtp_extract.io.opening import fetch_checkpoint
 
 _HEADROOM = 1.15  # memory for weights and activations, over the memory of the weights
 _MOST_LAYERS = 1024
@@ -48,13 +48,13 @@ def load_base(name: str, device: str = "auto") -> LoadedBase:
         SourceError: the Hub cannot be reached, has no such model, wants a token, or the model is larger than memory.
         MtpExtractError: too little memory, or a device that is not there.
     """
-    require("torch", "transformers", "accelerate")
+    require_packages("torch", "transformers", "accelerate")
     chosen = _choose_device(device)
     room = int(free_memory(chosen) / _HEADROOM)
-    directory = Path(checkpoint_here(name, largest=room))
+    directory = Path(fetch_checkpoint(name, largest=room))
     _require_memory(directory, room, chosen)
     try:
-        with memory_guard("loading the base"):
+        with guard_memory("loading the base"):
             model, tokenizer, notes = _load_model_and_tokenizer(directory, chosen)
     except MtpExtractError:
         raise
@@ -103,7 +103,9 @@ def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> t
     model, info = loaded
     # transformers fills these with random numbers.
     if wrong := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-        raise ValueError(f"tensors that are missing or of another shape than its config says: {few(sorted(wrong))}")
+        raise ValueError(
+            f"tensors that are missing or of another shape than its config says: {list_few(sorted(wrong))}"
+        )
     return model.eval().requires_grad_(False), tokenizer, notes
 
 
@@ -144,7 +146,7 @@ def free_memory(device: torch.device | None) -> int:
 
 
 @contextmanager
-def memory_guard(doing: str) -> Iterator[None]:
+def guard_memory(doing: str) -> Iterator[None]:
     """Turn an out-of-memory error into an MtpExtractError that says what to do."""
     try:
         yield

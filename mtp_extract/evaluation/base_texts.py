@@ -41,7 +41,7 @@ class Continuations:
         return indices
 
 
-def groups(lengths: Sequence[int], batch: int) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], batch: int) -> list[list[int]]:
     """Group indices by similar length, so that little of a batch is padding.
 
     A last group of one text joins the group before: some controls need two texts.
@@ -69,7 +69,7 @@ def continue_prompts(
     if temperature:
         options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     continuations: dict[int, tuple[int, ...]] = {}
-    batches = groups(list(map(len, prompts)), batch)
+    batches = group_by_length(list(map(len, prompts)), batch)
     for number, group in enumerate(report_each(batches, reporter, "the base's text")):
         written = _generate(base, [prompts[index] for index in group], seed + (number << 20), options)
         continuations.update(zip(group, written, strict=True))

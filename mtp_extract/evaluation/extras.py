@@ -10,7 +10,7 @@ from mtp_extract.errors import MtpExtractError, escape
 TRANSFORMERS_RELEASES = ">=5.16.1,!=5.23.0"  # releases that can build an assistant; the same as in pyproject.toml
 
 
-def require(*modules: str) -> None:
+def require_packages(*modules: str) -> None:
     """Import ``modules``; raise MtpExtractError if one cannot be imported."""
     for module in modules:
         if why := explain_import_failure(module):

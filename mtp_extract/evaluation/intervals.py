@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mtp_extract.errors import several
+from mtp_extract.errors import format_count
 
 LEAST_TEXTS = 5  # with fewer texts, no interval contains the true value as often as it claims
 _TAIL = 48  # tokens; texts that end in the same tokens count as one
@@ -36,14 +36,14 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def scaled(self, factor: float, offset: float = 0.0) -> Interval:
+    def rescale(self, factor: float, offset: float = 0.0) -> Interval:
         """Return the interval of ``offset + factor · value``, for a positive ``factor``."""
         return Interval(offset + factor * self.low, offset + factor * self.high)
 
 
-def undecided(texts: int) -> str:
+def explain_undecided(texts: int) -> str:
     """Say that ``texts`` are too few for an interval."""
-    return f"not decided: {several(texts, 'text')}, at least {LEAST_TEXTS} are needed"
+    return f"not decided: {format_count(texts, 'text')}, at least {LEAST_TEXTS} are needed"
 
 
 def find_repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
@@ -53,13 +53,13 @@ def find_repeats(texts: Sequence[Sequence[Hashable]]) -> frozenset[int]:
     return frozenset(index for index, tail in enumerate(tails) if first[tail] != index)
 
 
-def over_texts(
+def compute_interval(
     bounds: Callable[..., IntervalEnds], *columns: ArrayLike, text: ArrayLike | None = None, level: float = 0.95
 ) -> Interval | None:
     """Return the interval, over texts, of a share, a difference or a ratio, with the confidence ``level``.
 
     Args:
-        bounds: :func:`share_bounds`, :func:`bound_difference` or :func:`ratio_bounds`.
+        bounds: :func:`bound_share`, :func:`bound_difference` or :func:`bound_ratio`.
         columns: the arguments of ``bounds``, a number per text. Texts without draws (the last column) are left out.
         text: the text of each position, if columns have a number per position instead, which is then summed.
 
@@ -75,14 +75,14 @@ def over_texts(
     # 0 <= hits <= draws is |2 · hits - draws| <= draws.
     *hits, draws = table
     impossible = np.abs(2 * sum(hits) - draws) > (1 + 2 * _ROUNDING) * draws
-    if len(draws) < LEAST_TEXTS or (bounds is not ratio_bounds and impossible.any()):
+    if len(draws) < LEAST_TEXTS or (bounds is not bound_ratio and impossible.any()):
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = map(float, bounds(*table, level=level))
     return Interval(low, high) if math.isfinite(high) else None
 
 
-def share_bounds(
+def bound_share(
     hits: FloatArray, sizes: FloatArray, events: FloatArray | None = None, *, level: float = 0.95
 ) -> IntervalEnds:
     """Return Wilson bounds of a share of draws, Σ hits / Σ sizes; a mean of values in 0 to K is K times a share.
@@ -148,8 +148,8 @@ def bound_difference(gained: FloatArray, lost: FloatArray, sizes: FloatArray, *,
     down = lost.sum(-1) / total
     # Gains and losses together are the events: both show whether all draws of a text change alike.
     events = _count_events(gained + lost, sizes)
-    up_low, up_high = share_bounds(gained, sizes, events, level=level)
-    down_low, down_high = share_bounds(lost, sizes, events, level=level)
+    up_low, up_high = bound_share(gained, sizes, events, level=level)
+    down_low, down_high = bound_share(lost, sizes, events, level=level)
     correlation = np.minimum(0.0, _correlate(gained - up[..., None] * sizes, lost - down[..., None] * sizes))
 
     # Half widths a and b of two intervals with correlation ρ combine to √(a² + b² - 2 ρ a b).
@@ -167,7 +167,7 @@ def _correlate(first: FloatArray, second: FloatArray) -> FloatArray:
     return correlation
 
 
-def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
+def bound_ratio(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) -> IntervalEnds:
     """Return bounds of an unbounded ratio of positive sums, such as tokens over seconds, Σ sums / Σ sizes.
 
     They are the jackknife's, of the logarithm: ratio · exp(± t · √((T - 1) · var)), where var is the variance of the
@@ -178,7 +178,7 @@ def ratio_bounds(sums: FloatArray, sizes: FloatArray, *, level: float = 0.95) ->
     size = sizes.sum(-1, keepdims=True)
     spread = np.log((total - sums) / (size - sizes)).var(-1) * (texts - 1)
     ratio = (total / size)[..., 0]
-    half = student_quantile(level, texts - 2) * np.sqrt(spread)
+    half = compute_student_quantile(level, texts - 2) * np.sqrt(spread)
     return ratio * np.exp(-half), ratio * np.exp(half)
 
 
@@ -194,13 +194,13 @@ def _count_events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
 def _choose_quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
     """Return Student's t for min(texts - 1, 5 + events) degrees of freedom, elementwise."""
     freedom = np.minimum(texts - 1, _BASE_FREEDOM + np.floor(events))
-    of_each = np.vectorize(lambda degrees: student_quantile(level, int(degrees)), otypes=[np.float64])
+    of_each = np.vectorize(lambda degrees: compute_student_quantile(level, int(degrees)), otypes=[np.float64])
     quantiles: FloatArray = of_each(freedom)
     return quantiles
 
 
 @lru_cache(maxsize=4096)
-def student_quantile(level: float, freedom: int) -> float:
+def compute_student_quantile(level: float, freedom: int) -> float:
     """Return the t for which ``level`` of Student's distribution lies within ±t.
 
     With t = √ν · tan θ, the probability within ±t is a finite sum of powers of cos θ; θ is found by bisection.

@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 
 LARGEST_PROMPTS_FILE = 1 << 28  # bytes
 _DEEPEST = 64  # nesting of messages
-FEW = 20  # prompts of each shipped workload, for commands that would take long with all
+FEW_PER_WORKLOAD = 20  # prompts of each shipped workload, for commands that would take long with all
 _SHIPPED = Path(__file__).resolve().parent.parent / "data" / "prompts.jsonl"
 _FORM = (
     "prompts in UTF-8, as .txt, one a line, or as .jsonl, an object a line such as "
@@ -50,12 +50,12 @@ class Prompt:
         return json.dumps(self.content, sort_keys=True, ensure_ascii=True)
 
 
-def shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
+def load_shipped_prompts(each: int | None = None) -> tuple[Prompt, ...]:
     """Return the package's prompts: all, or ``each`` of chat, code, math, prose and json, evenly spaced."""
     prompts = read_prompts(_SHIPPED)
     chosen: list[Prompt] = []
     for _, of_workload in groupby(prompts, key=lambda prompt: prompt.workload):
-        chosen += spread(list(of_workload), each or len(prompts))
+        chosen += pick_evenly(list(of_workload), each or len(prompts))
     return tuple(chosen)
 
 
@@ -67,7 +67,7 @@ def hash_prompts(path: Path | None) -> str:
     return sha256(read_regular(path or _SHIPPED, LARGEST_PROMPTS_FILE)).hexdigest()
 
 
-def spread(items: Sequence[_Item], count: int) -> list[_Item]:
+def pick_evenly(items: Sequence[_Item], count: int) -> list[_Item]:
     """Pick ``count`` of ``items``, evenly spaced, or all if there are no more."""
     return [items[len(items) * number // count] for number in range(count)] if count < len(items) else list(items)
 
@@ -146,7 +146,7 @@ def read_prompts(path: Path | None, *, chat_template: bool = True, text_alone: b
         MtpExtractError: the file cannot be read, has another form, or holds no prompt.
     """
     if path is None:
-        return shipped_prompts(FEW)
+        return load_shipped_prompts(FEW_PER_WORKLOAD)
     suffix = path.suffix.lower()
     try:
         if suffix not in (".txt", ".jsonl"):

@@ -1,4 +1,4 @@
-"""The formats, a row each in ``EVERY``, and the ``ENGINES`` that load them."""
+"""The formats, a row each in ``ALL_FORMATS``, and the ``ENGINES`` that load them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.architecture.eagle3 import EAGLE3
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape, nearest
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape, format_choice, suggest_name
 
 if TYPE_CHECKING:
     from mtp_extract.checkpoint.checkpoint import Checkpoint
@@ -51,7 +51,7 @@ _CODES, _FLOATS = ("codes",), ("bf16", "f16", "f32")
 # Rounding rules whose scales are never negative.
 _POSITIVE = ("q8_0", "int8", "int4")
 
-EVERY: dict[str, FormatInfo] = {
+ALL_FORMATS: dict[str, FormatInfo] = {
     "transformers": FormatInfo(
         "mtp_extract.formats.directory:TRANSFORMERS_LAYOUT",
         _FLOATS,
@@ -118,7 +118,7 @@ EVERY: dict[str, FormatInfo] = {
 }
 """Every format by name. If several rows claim a config.json, the last one is its format."""
 
-FORMATS = {name: row for name, row in EVERY.items() if row.architecture == GEMMA4_MTP}
+MTP_FORMATS = {name: row for name, row in ALL_FORMATS.items() if row.architecture == GEMMA4_MTP}
 """The formats of MTP drafters."""
 
 
@@ -144,30 +144,32 @@ _NO_FORMAT = {
 """Engine that loads no format → why, and what to do instead."""
 
 
-def choices() -> tuple[str, ...]:
+def list_choices() -> tuple[str, ...]:
     """List the names that a user may choose a format by: engines, then formats."""
-    return tuple(dict.fromkeys((*ENGINES, *EVERY)))
+    return tuple(dict.fromkeys((*ENGINES, *ALL_FORMATS)))
 
 
-def engines_for(name: str) -> tuple[str, ...]:
+def list_engines_for(name: str) -> tuple[str, ...]:
     """List the engines that load the format ``name``."""
     return tuple(engine for engine, formats in ENGINES.items() if name in formats)
 
 
-def format_named(name: str) -> Format:
+def load_format(name: str) -> Format:
     """Import and return the format ``name``; ValueError if there is none."""
-    if name not in EVERY:
-        raise ValueError(f"format {escape(name)!r}: expected {either(EVERY)}.{nearest(name, EVERY)}")
-    format_: Format = resolve_name(EVERY[name].instance)
+    if name not in ALL_FORMATS:
+        raise ValueError(
+            f"format {escape(name)!r}: expected {format_choice(ALL_FORMATS)}.{suggest_name(name, ALL_FORMATS)}"
+        )
+    format_: Format = resolve_name(ALL_FORMATS[name].instance)
     return format_
 
 
-def architecture_in(name: str) -> Architecture:
+def find_format_architecture(name: str) -> Architecture:
     """Return the architecture of the drafters that the format ``name`` holds."""
-    return ARCHITECTURES[EVERY[name].architecture]
+    return ARCHITECTURES[ALL_FORMATS[name].architecture]
 
 
-def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
+def choose_format(name: str | None, architecture: str = GEMMA4_MTP) -> str:
     """Return the format to write: ``name`` itself (in any case), or the best one for the engine ``name``.
 
     Without a name it is the first format of the architecture.
@@ -178,29 +180,31 @@ def choose(name: str | None, architecture: str = GEMMA4_MTP) -> str:
     """
     if name is not None:
         name = name.lower()  # vLLM, SGLang and llama.cpp write themselves with capitals
-    if name is not None and name in EVERY:
+    if name is not None and name in ALL_FORMATS:
         return name
     if name is not None and name not in ENGINES:
-        raise ValueError(f"format {escape(name)!r}: expected {either(choices())}.{nearest(name, choices())}")
+        raise ValueError(
+            f"format {escape(name)!r}: expected {format_choice(list_choices())}.{suggest_name(name, list_choices())}"
+        )
     if name in _NO_FORMAT:
         raise UnsupportedError(f"{name}: {_NO_FORMAT[name]}")
-    for candidate in EVERY if name is None else ENGINES[name]:
-        if EVERY[candidate].architecture == architecture:
+    for candidate in ALL_FORMATS if name is None else ENGINES[name]:
+        if ALL_FORMATS[candidate].architecture == architecture:
             return candidate
     raise UnsupportedError(f"{name} loads no drafter of the architecture {architecture}.", remedies=("format",))
 
 
-def format_of(directory: Path) -> Format:
+def detect_format(directory: Path) -> Format:
     """Detect the format of a checkpoint directory, or of a ``.gguf`` file; CheckpointError if there is none."""
     if directory.suffix == ".gguf" and directory.is_file():
-        return format_named("gguf")
+        return load_format("gguf")
     if (config := directory / "config.json").is_file():
         # Imported here, since choosing a format by name needs no reader.
         from mtp_extract.checkpoint.documents import read_object
 
         document = read_object(config)
-        return format_named(next(name for name in reversed(EVERY) if EVERY[name].is_config(document)))
-    formats = [format_named(name) for name in EVERY]
+        return load_format(next(name for name in reversed(ALL_FORMATS) if ALL_FORMATS[name].is_config(document)))
+    formats = [load_format(name) for name in ALL_FORMATS]
     for format_ in formats:
         if any(path.is_file() for path in directory.glob(format_.marker)):
             return format_
@@ -209,17 +213,17 @@ def format_of(directory: Path) -> Format:
     elif directory.is_file():
         problem = "a checkpoint's directory or a .gguf, found another file. Extract a bundle's drafter first"
     else:
-        markers = either(dict.fromkeys(f.marker for f in formats))
+        markers = format_choice(dict.fromkeys(f.marker for f in formats))
         problem = f"{markers} there, found none of them. Give the directory of a drafter's checkpoint"
     raise CheckpointError(f"{escape(directory)}: expected {problem}.")
 
 
-def weights_of(format_: Format, names: Iterable[str]) -> str | None:
+def find_weights_file(format_: Format, names: Iterable[str]) -> str | None:
     """Return the first of the file ``names`` that is the weights file of ``format_``; None if none is."""
-    return next((name for name in sorted(names) if is_called(name, format_.weights_file)), None)
+    return next((name for name in sorted(names) if matches_pattern(name, format_.weights_file)), None)
 
 
-def own_files(directory: Path, format_: Format) -> set[str]:
+def list_checkpoint_files(directory: Path, format_: Format) -> set[str]:
     """List the names of the files that a checkpoint in ``directory`` is read from; of several GGUF files the first.
 
     Raises:
@@ -233,7 +237,7 @@ def own_files(directory: Path, format_: Format) -> set[str]:
     return {format_.marker, f"{format_.weights_file}{INDEX_ENDING}", *weights, *format_.further_files}
 
 
-def is_called(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
     """Whether the file ``name`` matches ``pattern``; a path with folders must be equal to it."""
     return name == pattern or ("/" not in name and fnmatchcase(name, pattern))
 
@@ -241,4 +245,4 @@ def is_called(name: str, pattern: str) -> bool:
 def read_checkpoint(directory: Path | str) -> Checkpoint:
     """Read the checkpoint in ``directory``, of whichever format; CheckpointError as in :meth:`Format.read`."""
     folder = Path(directory)
-    return format_of(folder).read(folder)
+    return detect_format(folder).read(folder)

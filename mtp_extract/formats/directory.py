@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.architecture.roles import INDEX, MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, Activations, Checkpoint
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, pack, row_bytes, unpack
-from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, json_text, plan_array, plan_rows
+from mtp_extract.checkpoint.dtypes import BLOCKS, DTYPES, count_row_bytes, pack, unpack
+from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, format_json, plan_array, plan_rows
 from mtp_extract.checkpoint.format import INDICES, Plan, StoredAs, store_all, store_floats
-from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_array, read_rows
-from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes
+from mtp_extract.checkpoint.stored import FileWeight, TensorPlace, find_common_dtype, read_array, read_rows
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, center_codes, has_exact_steps
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.transformers import (
@@ -98,7 +98,7 @@ class DirectoryFormat:
         if not self.entry_key:
             return store_floats(weight, dtype)
         try:
-            codes = row_codes(weight)
+            codes = center_codes(weight)
             exact = has_exact_steps(weight)
             self._require_fit(role, codes, exact)
         except NoCodesError as error:
@@ -137,8 +137,8 @@ class DirectoryFormat:
         document = self._build_config(config, packed, DTYPES["f32" if self.entry_key else dtype].transformers)
         files = (
             OutputFile(self.weights_file, tensors, metadata=metadata, notes=notes),
-            OutputFile(self.marker, text=json_text(document)),
-            OutputFile(GENERATION_FILE, text=json_text(GENERATION)),
+            OutputFile(self.marker, text=format_json(document)),
+            OutputFile(GENERATION_FILE, text=format_json(GENERATION)),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
@@ -175,7 +175,7 @@ class DirectoryFormat:
 
     def _name_tensors(self, config: DrafterConfig, packed: Container[str]) -> dict[Role, str]:
         """Role → tensor name, ending in ``.weight``; a packed matrix has other suffixes instead."""
-        names = {role: role.names["transformers"] for role in shapes_of(config)}
+        names = {role: role.names["transformers"] for role in list_shapes(config)}
         own_head = self.unties_head and HEAD in packed
         return {role: f"{HEAD}{_WEIGHT}" if role.name == HEAD and own_head else name for role, name in names.items()}
 
@@ -197,7 +197,7 @@ class DirectoryFormat:
         arrays = self.build_arrays(matrix, np.broadcast_to(np.float32(0), (rows, columns // matrix.group)))
         arrays |= dict.fromkeys(self.activation_suffixes, np.zeros((), np.float32))
         tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-            suffix: ((rows, row_bytes(columns, matrix.bits, size) // size), (dtype,))
+            suffix: ((rows, count_row_bytes(columns, matrix.bits, size) // size), (dtype,))
         }
         for name, array in arrays.items():
             planned = plan_array(name, array)
@@ -216,14 +216,14 @@ class DirectoryFormat:
         yield plan_rows(f"{matrix.module}{suffix}", codes, dtype, pack_rows, shape)
         arrays = self.build_arrays(matrix, np.repeat(codes.steps.size, codes.steps.block // matrix.group, axis=1))
         for name, activation in zip(self.activation_suffixes, activations, strict=False):
-            arrays[name] = np.asarray(np.float32(static_scale(activation)))
+            arrays[name] = np.asarray(np.float32(find_int8_scale(activation)))
         yield from (plan_array(f"{matrix.module}{name}", array) for name, array in arrays.items())
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document = read_object(path)
         stored = reading.read_weights(directory, self.weights_file)
-        with reading.naming(path):
+        with reading.attribute_errors_to(path):
             config = parse_config(document)
             packed = self._detect_packing(config, stored)
             written = self._build_config(config, packed, "")
@@ -237,7 +237,7 @@ class DirectoryFormat:
             reading.check_tensors(directory / self.weights_file, expected, stored)
 
         tensors, activations = self._read_tensors(config, packed, stored)
-        dtype = "f32" if self.entry_key else common_dtype(tensors.values())
+        dtype = "f32" if self.entry_key else find_common_dtype(tensors.values())
         return Checkpoint(
             config, MappingProxyType(tensors), dtype, activations=MappingProxyType(activations), unread=unread
         )
@@ -250,7 +250,7 @@ class DirectoryFormat:
         activations: dict[str, Activations] = {}
         for role, name in self._name_tensors(config, packed).items():
             if role.name not in packed:
-                tensors[role.name] = Stored(*stored[name], name)
+                tensors[role.name] = FileWeight(*stored[name], name)
                 continue
             tensors[role.name], pair = self._read_matrix(packed[role.name], stored)
             if any(pair):
@@ -263,7 +263,7 @@ class DirectoryFormat:
             return {}
         own_head = (HEAD,) if any(name.startswith(f"{HEAD}.") for name in stored) else ()
         names, packed = self._name_tensors(config, own_head), dict[str, PackedMatrix]()
-        for role, shape in shapes_of(config).items():
+        for role, shape in list_shapes(config).items():
             if role.kind == MATRIX:
                 module = names[role].removesuffix(_WEIGHT)
                 if (matrix := self._detect_matrix_packing(module, shape, stored)) is not None:
@@ -283,7 +283,7 @@ class DirectoryFormat:
         return completed
 
     def _list_expected_tensors(self, config: DrafterConfig, packed: PackedMatrices) -> reading.ExpectedTensors:
-        shapes = shapes_of(config)
+        shapes = list_shapes(config)
         expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         for role, name in self._name_tensors(config, packed).items():
             if matrix := packed.get(role.name):
@@ -330,7 +330,7 @@ class DirectoryFormat:
                 return _build_affine_weight(matrix, read_codes, scales, offsets), (None, None)
         self._check_arrays(place, matrix, scales, arrays)
         activations = [_build_activation(place, float(arrays[name])) for name in self.activation_suffixes]
-        steps = Steps.around_zero(matrix.group, scales).by_row()
+        steps = Steps.around_zero(matrix.group, scales).merge_equal_blocks()
         weight = Weight(matrix.shape, read_codes, Packing(matrix.bits, True), steps, origin=(path, codes.offset))
         return weight, (activations[0], activations[1]) if activations else (None, None)
 
@@ -375,13 +375,13 @@ def _build_activation(place: str, scale: float) -> Activation | None:
     return Activation("int8", scale, 0) if scale else None
 
 
-def _read_small_tensor(path: Path, tensor: StoredTensor) -> npt.NDArray[Any]:
+def _read_small_tensor(path: Path, tensor: TensorPlace) -> npt.NDArray[Any]:
     """Read a whole tensor; BF16 and F16 become float32."""
     is_narrow = tensor.dtype in reading.FLOAT_DTYPES and tensor.dtype != "F32"
-    return Stored(path, tensor).array() if is_narrow else read_array(path, tensor)
+    return FileWeight(path, tensor).array() if is_narrow else read_array(path, tensor)
 
 
-def static_scale(activation: Activation | None) -> float:
+def find_int8_scale(activation: Activation | None) -> float:
     """Return the scale of an activation quantized to INT8 around zero; 0 for any other, or none."""
     if activation is None or activation.type != "int8" or activation.zero_point != 0:
         return 0.0
@@ -390,7 +390,7 @@ def static_scale(activation: Activation | None) -> float:
 
 def _describe_static_scales(checkpoint: Checkpoint, packed: PackedMatrices) -> Iterator[str]:
     static = {role: [a for a in pair if a] for role, pair in checkpoint.activations.items() if any(pair)}
-    lost = [role for role, pair in static.items() if role not in packed or not all(map(static_scale, pair))]
+    lost = [role for role, pair in static.items() if role not in packed or not all(map(find_int8_scale, pair))]
     if len(lost) < len(static):
         yield "Static scales of activations are held, and transformers rounds by them as the graph does."
     if lost:

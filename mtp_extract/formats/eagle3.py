@@ -25,15 +25,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.eagle3 import FUSED, Eagle3Config
 from mtp_extract.architecture.roles import INDEX, Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint, Finding
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import OutputFile, json_text, plan_array
+from mtp_extract.checkpoint.files import OutputFile, format_json, plan_array
 from mtp_extract.checkpoint.format import INDICES, Plan, StoredAs, store_all, store_floats
-from mtp_extract.checkpoint.stored import Stored, common_dtype, read_array
+from mtp_extract.checkpoint.stored import FileWeight, find_common_dtype, read_array
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
@@ -76,7 +76,7 @@ class HeadFormat:
 
     name: str
     # Build config.json, given transformers' name of the dtype.
-    document: Callable[[Eagle3Config, str], Mapping[str, Any]]
+    build_config: Callable[[Eagle3Config, str], Mapping[str, Any]]
     # Move all keys that are read to the top level of config.json; CheckpointError if one is missing.
     flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     # Engines that compute something else with this config.json, and why.
@@ -92,17 +92,17 @@ class HeadFormat:
         config = checkpoint.config
         assert isinstance(config, Eagle3Config)
         stored = store_all(self.store, checkpoint, dtype)
-        roles = {role.names[self.name]: role.name for role in shapes_of(config)}
+        roles = {role.names[self.name]: role.name for role in list_shapes(config)}
         tensors = [stored[role].tensor(name) for name, role in roles.items()]
         if config.reduced:
             # Trainers need it, engines skip it.
             tensors.append(plan_array(_T2D, _mark_draft_tokens(config, stored[_D2T].weight.indices())))
-        document = self.document(config, DTYPES[dtype].transformers)
+        document = self.build_config(config, DTYPES[dtype].transformers)
         findings = self.build_findings(document, config)
         self._require_no_errors(findings)
         files = (
             OutputFile(self.weights_file, tuple(tensors), notes=tuple(map(str, findings))),
-            OutputFile(self.marker, text=json_text(document)),
+            OutputFile(self.marker, text=format_json(document)),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
@@ -118,23 +118,23 @@ class HeadFormat:
         path = directory / self.marker
         document = read_object(path)
         stored = reading.read_weights(directory, self.weights_file)
-        with reading.naming(path):
+        with reading.attribute_errors_to(path):
             config = _parse_head_config(self.flatten(document), own_embedding=_EMBED in stored)
-        written = self.document(config, "")
+        written = self.build_config(config, "")
         unread = compare_document(path, document, written, harmless=_HARMLESS, means_the_same=_MEANS_THE_SAME)
         unread += reading.find_index_conflicts(directory, self.weights_file, stored)
         self._check_tensors(directory / self.weights_file, config, stored)
         tensors: dict[str, Weight] = {
-            role.name: Stored(*stored[role.names[self.name]], role.names[self.name]) for role in shapes_of(config)
+            role.name: FileWeight(*stored[role.names[self.name]], role.names[self.name]) for role in list_shapes(config)
         }
         findings = self.build_findings(document, config)
-        dtype = common_dtype(tensors.values())
+        dtype = find_common_dtype(tensors.values())
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread, findings=findings)
 
     def _check_tensors(self, path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
         expected = {
             role.names[self.name]: (shape, ("I64",) if role.kind == INDEX else reading.FLOAT_DTYPES)
-            for role, shape in shapes_of(config).items()
+            for role, shape in list_shapes(config).items()
         }
         # A head with the base's vocabulary may have maps of all tokens to themselves.
         more = {_T2D: ((config.vocab_size,), ("BOOL",)), _D2T: ((config.draft_vocab_size,), ("I64",))}
@@ -294,7 +294,7 @@ class _FlatFields(Struct):
 
 def _flatten_speculators_config(document: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a ``speculators`` configuration into one of SpecForge's keys."""
-    llama = reading.fields_of(document, _Speculators).transformer_layer_config
+    llama = reading.parse_fields(document, _Speculators).transformer_layer_config
     verifier = document.get("speculators_config")
     for key in ("verifier", "name_or_path"):
         verifier = verifier.get(key) if isinstance(verifier, Mapping) else None
@@ -302,7 +302,7 @@ def _flatten_speculators_config(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_head_config(flat: Mapping[str, Any], own_embedding: bool) -> Eagle3Config:
-    fields = reading.fields_of(flat, _FlatFields)
+    fields = reading.parse_fields(flat, _FlatFields)
     base = flat.get(_BASE)
     flags = {name: bool(getattr(fields, name)) for name in _NORMS}
     if fields.eagle_config and fields.eagle_config.norm_before_fc is not None:
@@ -355,7 +355,7 @@ SPECULATORS = HeadFormat(
 
 def _check_vocabulary(path: Path, config: Eagle3Config, stored: reading.Tensors) -> None:
     """Raise CheckpointError if the maps between the base's tokens and the head's are invalid, or disagree."""
-    differences = Stored(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
+    differences = FileWeight(*stored[_D2T]).indices() if _D2T in stored else np.zeros(config.draft_vocab_size, np.int64)
     targets = differences + np.arange(len(differences))
     is_one_to_one = len(np.unique(targets)) == len(targets) and targets.min() >= 0 and targets.max() < config.vocab_size
     if not is_one_to_one or (differences.any() and not config.reduced):

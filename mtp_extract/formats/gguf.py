@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
@@ -30,9 +30,9 @@ from mtp_extract.checkpoint.dtypes import BLOCK, BLOCK_TYPES, DTYPES
 from mtp_extract.checkpoint.files import OutputFile, PlannedTensor, plan_array, plan_rows
 from mtp_extract.checkpoint.format import NOTHING, Plan, StoredAs, store_all, store_floats
 from mtp_extract.checkpoint.gguf_file import ARCHITECTURE, read_gguf
-from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype, read_rows
-from mtp_extract.checkpoint.weight import Rows, Steps, Weight, has_exact_steps, row_codes, row_ranges
+from mtp_extract.checkpoint.rounding import SCALES, repeat_roundings
+from mtp_extract.checkpoint.stored import FileWeight, TensorPlace, find_common_dtype, read_rows
+from mtp_extract.checkpoint.weight import Rows, Steps, Weight, center_codes, has_exact_steps, split_rows
 from mtp_extract.errors import CheckpointError, NoCodesError, UnsupportedError, escape
 from mtp_extract.formats import reading
 from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveShare, Size
@@ -105,18 +105,18 @@ class GgufFormat:
         if dtype != CODES:
             return store_floats(weight, dtype, "floats were asked for")
         try:
-            codes = row_codes(weight)
+            codes = center_codes(weight)
             halves = _round_scales_to_f16(codes)
         except NoCodesError as error:
             return store_floats(weight, "f32", str(error))
         if (halves == codes.steps.size).all():
             return StoredAs(CODES, codes, "" if has_exact_steps(weight) else "F32")
-        return StoredAs(CODES, rounded_again(codes, [f"FP16{SCALES}"]), "FP16")
+        return StoredAs(CODES, repeat_roundings(codes, [f"FP16{SCALES}"]), "FP16")
 
     def plan(self, checkpoint: Checkpoint, dtype: str) -> Plan:
         config = checkpoint.mtp
         stored = store_all(self.store, checkpoint, dtype)
-        roles = {role.names[self.name]: role.name for role in shapes_of(config) if self.name in role.names}
+        roles = {role.names[self.name]: role.name for role in list_shapes(config) if self.name in role.names}
         tensors = [
             _plan_blocks(name, stored[role].weight) if stored[role].how == CODES else stored[role].tensor(name)
             for name, role in roles.items()
@@ -139,19 +139,19 @@ class GgufFormat:
             # The first of several files; the others are reported as not belonging to the checkpoint.
             path = min(directory.glob(self.marker), default=directory / self.marker)
         metadata, stored = read_gguf(path)
-        factors = Stored(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
-        with reading.naming(path):
+        factors = FileWeight(path, stored[_ROPE]).array().reshape(-1) if _ROPE in stored else _NO_FACTORS
+        with reading.attribute_errors_to(path):
             config = _read_config(metadata, stored, factors)
             expected_keys = _build_shape_keys(config)
         unread = _compare_keys(path, metadata, expected_keys)
 
         _check_tensors(path, config, stored, factors)
-        roles = shapes_of(config)
+        roles = list_shapes(config)
         tensors = {
             role.name: _build_weight(path, stored[role.names[self.name]], role.names[self.name]) for role in roles
         }
         matrices = [tensors[role.name] for role in roles if role.kind == MATRIX]
-        dtype = common_dtype(weight for weight in matrices if weight.scheme is None)
+        dtype = find_common_dtype(weight for weight in matrices if weight.scheme is None)
         return Checkpoint(config, MappingProxyType(tensors), dtype, unread=unread)
 
 
@@ -178,7 +178,7 @@ def _round_scales_to_f16(codes: Weight) -> Floats:
     return halves
 
 
-def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor], factors: Floats) -> DrafterConfig:
+def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, TensorPlace], factors: Floats) -> DrafterConfig:
     """Parse the keys; CheckpointError if they are another model's, or contradict the head or the RoPE factors."""
     if (arch := metadata.get(ARCHITECTURE)) != ARCH:
         raise CheckpointError(_describe_wrong_architecture(arch))
@@ -196,9 +196,9 @@ def _read_config(metadata: Mapping[str, Any], stored: Mapping[str, StoredTensor]
     return config
 
 
-def _check_tensors(path: Path, config: DrafterConfig, stored: Mapping[str, StoredTensor], factors: Floats) -> None:
+def _check_tensors(path: Path, config: DrafterConfig, stored: Mapping[str, TensorPlace], factors: Floats) -> None:
     readable = (*reading.FLOAT_DTYPES, *_QUANTIZED)
-    expected = {role.names[GGUF.name]: (shape, readable) for role, shape in shapes_of(config).items()}
+    expected = {role.names[GGUF.name]: (shape, readable) for role, shape in list_shapes(config).items()}
     places = {name: (path, tensor) for name, tensor in stored.items()}
     reading.check_tensors(path, expected, places, more={_ROPE: (factors.shape, reading.FLOAT_DTYPES)})
 
@@ -246,19 +246,19 @@ def _split_base_name(base: str) -> dict[str, str]:
     return {f"general.{key}": part for key, part in parts.items()}
 
 
-def _build_weight(path: Path, stored: StoredTensor, name: str) -> Weight:
+def _build_weight(path: Path, stored: TensorPlace, name: str) -> Weight:
     kind = _QUANTIZED.get(stored.dtype)
     if kind is None:
-        return Stored(path, stored, name)
+        return FileWeight(path, stored, name)
 
     def read_codes(first: int, last: int) -> Rows:
         return kind.codes(read_rows(path, stored, first, last))
 
     def read_steps() -> Steps:
-        size = np.concatenate([kind.steps(read_rows(path, stored, *row_range)) for row_range in row_ranges(weight)])
+        size = np.concatenate([kind.steps(read_rows(path, stored, *row_range)) for row_range in split_rows(weight)])
         if not np.isfinite(size).all():
             raise CheckpointError(f"{escape(path)}: a scale of a matrix is not finite: the file is damaged.")
-        return Steps.around_zero(BLOCK, size).by_row()
+        return Steps.around_zero(BLOCK, size).merge_equal_blocks()
 
     packing = Packing(kind.bits, signed=True)
     weight = Weight(stored.shape, read_codes, packing, read_steps, origin=(path, stored.offset))
@@ -364,7 +364,7 @@ def _compute_frequency_factors(config: DrafterConfig) -> Floats:
     if full is None:
         return _NO_FACTORS
     factors = np.full(full.head_dim // 2, _NEVER_TURNED, np.float32)
-    # The same number of dimension pairs as in mtp_extract.graph.rotation.frequencies.
+    # The same number of dimension pairs as in mtp_extract.graph.rotation.compute_frequencies.
     factors[: int(full.rope.partial_rotary_factor * full.head_dim // 2)] = full.rope.factor
     return factors
 
@@ -410,7 +410,7 @@ def _parse_config(metadata: Mapping[str, Any], vocabulary: int, factors: Floats)
     if turned := int(np.count_nonzero(factors < np.float32(_NEVER_TURNED))):
         keys[_FACTOR] = _convert_to_python(factors[0])
     keys |= {key: keys[OWN + key] for key in _NUMBERS if key in keys and OWN + key in keys}
-    fields = reading.fields_of(keys, _GgufFields)
+    fields = reading.parse_fields(keys, _GgufFields)
     share = fields.share or 2 * turned / fields.head_dim or 1.0
     shared_fields = {name: getattr(fields, name) for name in _SAME}
     return DrafterConfig(vocab_size=vocabulary, layers=_build_layers(fields, share), **shared_fields)

@@ -13,14 +13,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig
 from mtp_extract.architecture.roles import Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import compare_document, read_object
-from mtp_extract.checkpoint.files import OutputFile, json_text
+from mtp_extract.checkpoint.files import OutputFile, format_json
 from mtp_extract.checkpoint.format import Plan, StoredAs, store_all, store_floats
-from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.checkpoint.stored import FileWeight
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.errors import CheckpointError, UnsupportedError
 from mtp_extract.formats import reading
@@ -57,17 +57,17 @@ class LitertFormat:
         tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
         files = (
             OutputFile(self.weights_file, tensors),
-            OutputFile(self.marker, text=json_text(_build_config(config, names))),
+            OutputFile(self.marker, text=format_json(_build_config(config, names))),
         )
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document = read_object(path)
-        with reading.naming(path):
-            fields = reading.fields_of(document, _LitertFields)
+        with reading.attribute_errors_to(path):
+            fields = reading.parse_fields(document, _LitertFields)
             config = fields.build_config()
-        shapes = shapes_of(config)
+        shapes = list_shapes(config)
         names = {
             role.name: fields.tensors.get(role.name, role.names[self.name])
             for role in shapes
@@ -77,9 +77,9 @@ class LitertFormat:
         stored = reading.read_weights(directory, self.weights_file)
         expected = {names[role.name]: (shape, ("F32",)) for role, shape in shapes.items() if role.name in names}
         reading.check_tensors(directory / self.weights_file, expected, stored)
-        tensors = {role: Stored(*stored[name], name) for role, name in names.items()}
+        tensors = {role: FileWeight(*stored[name], name) for role, name in names.items()}
         # A layer without a scalar has the scalar 1.
-        return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread).whole()
+        return Checkpoint(config, MappingProxyType(tensors), "f32", unread=unread).complete()
 
 
 LITERT_LAYOUT = LitertFormat()
@@ -89,7 +89,7 @@ def _name_tensors(tensors: Mapping[str, Weight], config: DrafterConfig) -> dict[
     """Role → tensor name. Roles that share a constant share the name of the first of them."""
     names: dict[str, str] = {}
     name_of_origin: dict[object, str] = {}
-    for role in shapes_of(config):
+    for role in list_shapes(config):
         tensor = tensors.get(role.name)
         if tensor is not None:
             name = role.names[LITERT_LAYOUT.name]

@@ -13,14 +13,22 @@ from msgspec import Meta, Struct
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
-from mtp_extract.checkpoint.stored import StoredTensor
-from mtp_extract.errors import CheckpointError, DrafterError, UnsupportedError, either, escape, few, several
-from mtp_extract.io.typed import read
+from mtp_extract.checkpoint.stored import TensorPlace
+from mtp_extract.errors import (
+    CheckpointError,
+    DrafterError,
+    UnsupportedError,
+    escape,
+    format_choice,
+    format_count,
+    list_few,
+)
+from mtp_extract.io.typed import parse_record
 
 FLOAT_DTYPES = tuple(FLOAT_NAMES)
 """Names of the dtypes that floats are stored in."""
 
-Tensors = Mapping[str, tuple[Path, StoredTensor]]
+Tensors = Mapping[str, tuple[Path, TensorPlace]]
 """Tensor name → the file that holds it, and its place there."""
 
 ExpectedTensors = Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -40,21 +48,21 @@ INDEX_ENDING = ".index.json"
 _SAFETENSORS = ".safetensors"
 
 
-def fields_of(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
+def parse_fields(document: Mapping[str, Any], kind: type[Fields]) -> Fields:
     """Parse ``document`` as a ``kind``; keys without a field are ignored.
 
     Raises:
         CheckpointError: a field is missing, of another type or out of range; the message names it.
     """
     try:
-        return read(document, kind)
+        return parse_record(document, kind)
     except ValueError as error:
         problem = str(error).removeprefix("the whole: ")
         raise CheckpointError(f"{escape(problem)}. Check the config.") from error
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def attribute_errors_to(path: Path) -> Iterator[None]:
     """Turn errors of the block, which reads a config from ``path``, into CheckpointErrors that name the file."""
     try:
         yield
@@ -110,11 +118,11 @@ def read_weights(directory: Path, name: str) -> Tensors:
     Raises:
         CheckpointError: a file is missing or damaged, or two files hold the same tensor.
     """
-    tensors: dict[str, tuple[Path, StoredTensor]] = {}
+    tensors: dict[str, tuple[Path, TensorPlace]] = {}
     for path in find_weight_files(directory, name):
         stored, _ = read_safetensors(path)
         if repeated := sorted(tensors.keys() & stored.keys()):
-            raise CheckpointError(f"{escape(path)}: holds {few(repeated)}, as another part does. Fetch it again.")
+            raise CheckpointError(f"{escape(path)}: holds {list_few(repeated)}, as another part does. Fetch it again.")
         tensors |= {tensor: (path, place) for tensor, place in stored.items()}
     return tensors
 
@@ -131,7 +139,9 @@ def find_index_conflicts(directory: Path, name: str, tensors: Tensors) -> tuple[
     is_needed = not (directory / name).is_file()
     files = {tensor: path.name for tensor, (path, _) in tensors.items()}
     try:
-        misplaced = few(sorted(tensor for tensor, file in _read_weight_map(index).items() if files.get(tensor) != file))
+        misplaced = list_few(
+            sorted(tensor for tensor, file in _read_weight_map(index).items() if files.get(tensor) != file)
+        )
         if misplaced and is_needed:
             raise CheckpointError(f"{escape(index)}: {misplaced} is not in the file that it names. Fetch it again.")
     except CheckpointError:
@@ -156,7 +166,7 @@ def check_tensors(
     if problems:
         raise build_mismatch_error(path, [*problems, *wrong_types])
     if wrong_types:
-        rest = f" (and {several(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
+        rest = f" (and {format_count(len(wrong_types) - 1, 'tensor')} more)" if len(wrong_types) > 1 else ""
         advice = "which is not read. Ask for the drafter in such a type"
         raise CheckpointError(f"{escape(path)}: {wrong_types[0]}{rest}, {advice}.")
 
@@ -177,13 +187,13 @@ def _list_problems(expected: ExpectedTensors, tensors: Tensors, more: ExpectedTe
         if stored.shape != shape:
             problems.append(f"{escape(name)}: expected shape {list(shape)}, found {list(stored.shape)}")
         elif stored.dtype not in dtypes:
-            wrong_types.append(f"{escape(name)}: expected {either(dtypes)}, found {escape(stored.dtype)}")
+            wrong_types.append(f"{escape(name)}: expected {format_choice(dtypes)}, found {escape(stored.dtype)}")
     return problems, wrong_types
 
 
 def build_mismatch_error(path: Path, problems: Iterable[str]) -> CheckpointError:
     """Build the error that lists ``problems`` of the tensors in the file at ``path``."""
-    listed = few(sorted(problems), separator="; ")
+    listed = list_few(sorted(problems), separator="; ")
     return CheckpointError(
         f"{escape(path)}: the checkpoint does not match its config: {listed}. Extract the drafter anew, "
         "or check which model the config describes."

@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import CheckpointError, UnsupportedError, either, escape
-from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveShare, Size, fields_of
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape, format_choice
+from mtp_extract.formats.reading import GateFunction, PositiveNumber, PositiveShare, Size, parse_fields
 
 GENERATION_FILE = "generation_config.json"
 MAX_POSITIONS = 131072
@@ -270,14 +270,14 @@ def parse_config(document: Mapping[str, Any]) -> DrafterConfig:
     """
     if document.get("model_type") not in _TYPES:
         raise CheckpointError(
-            f"expected model_type {either(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
+            f"expected model_type {format_choice(_TYPES)}, found {escape(document.get('model_type'))}. Give the "
             "drafter's directory, not the base model's."
         )
-    fields = fields_of(document, _AssistantFields)
+    fields = parse_fields(document, _AssistantFields)
     text = fields.text_config
     head = None
     if fields.use_ordered_embeddings:
-        ordered = fields_of(document, _OrderedHeadFields)
+        ordered = parse_fields(document, _OrderedHeadFields)
         head = OrderedHeadConfig(ordered.num_centroids, ordered.centroid_intermediate_top_k)
     return DrafterConfig(
         backbone_hidden_size=fields.backbone_hidden_size,

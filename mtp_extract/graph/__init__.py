@@ -1,1 +1,1 @@
-"""From a TFLite graph to the drafter's roles: :func:`walk` over :func:`flatten`."""
+"""Read a TFLite graph: flatten it, then find the drafter's roles and geometry."""

@@ -13,15 +13,15 @@ from mtp_extract.graph.call import (
     NUMPY_TYPES,
     SELECTIONS,
     Call,
-    activation_scale,
-    axis_of,
     has_few_bits,
-    ints,
     keeps_numbers,
+    read_activation_scale,
+    read_ints,
+    resolve_axis,
 )
-from mtp_extract.graph.evaluate import LAYOUT, moved
+from mtp_extract.graph.evaluate import LAYOUT, move_elements
 from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
-from mtp_extract.graph.flat import Depends, Node, Value, ancestors
+from mtp_extract.graph.flat import Depends, Node, Value, walk_ancestors
 from mtp_extract.graph.forms import (
     Attention,
     Cache,
@@ -32,8 +32,8 @@ from mtp_extract.graph.forms import (
     ScoreRows,
     ScoreView,
     broadcast_shape,
-    heads_and_width,
-    operand_shape,
+    get_operand_shape,
+    read_heads_and_width,
 )
 from mtp_extract.graph.mask_trees import MaskValue, SlotWindow
 from mtp_extract.graph.scores import (
@@ -46,7 +46,7 @@ from mtp_extract.graph.scores import (
     read_query_terms,
     view_cache_as_matrix,
 )
-from mtp_extract.graph.views import Along
+from mtp_extract.graph.views import AxisPlaces
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -54,7 +54,7 @@ _Viewed = TypeVar("_Viewed", bound=Cache | ScoreView)
 _MASK_REDUCTIONS = ("REDUCE_MAX", "REDUCE_ANY")
 
 
-def read_inside(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
+def read_attention_operator(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> tuple[Form, ...]:
     """Return the form of each output of ``node``, an operator inside an attention, or on the way into one.
 
     Raises:
@@ -86,8 +86,8 @@ def _move_elements(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
     if node.kind == "DYNAMIC_UPDATE_SLICE":
         return (place_window(reading, node, operands[1]),)
     places = [place for place in LAYOUT[node.kind] if place < len(operands)]
-    scales = {activation_scale(node.operand(place).tensor) for place in places}
-    if scales != {activation_scale(node.outputs[0].tensor)}:
+    scales = {read_activation_scale(node.get_operand(place).tensor) for place in places}
+    if scales != {read_activation_scale(node.outputs[0].tensor)}:
         raise UnreadableError("moves quantized values into a tensor of another scale (expected its operand's)")
     first = operands[places[0]]
     if isinstance(first, Cache | ScoreView) and node.kind == "SLICE":
@@ -105,11 +105,11 @@ def _convert(node: Node, operand: Operand) -> Form:
     A CAST of a quantized cache to floats returns its codes instead: numbers divided by the scale, if the zero point
     is 0.
     """
-    source = node.operand(0).tensor
+    source = node.get_operand(0).tensor
     target = node.outputs[0].tensor
     if not isinstance(operand, Value) and keeps_numbers(node):
         return operand
-    scale = activation_scale(source)
+    scale = read_activation_scale(source)
     if isinstance(operand, Cache) and node.kind == "CAST" and target.type in FLOAT_TYPES and scale and not scale[1]:
         return replace(operand, factor=operand.factor / scale[0])
     raise UnreadableError(f"may change numbers inside an attention: {source.type_name} to {target.type_name}")
@@ -117,17 +117,17 @@ def _convert(node: Node, operand: Operand) -> Form:
 
 def _multiply_cache(reading: ReadGraph, node: Node, first: Operand, cache: Operand) -> Form:
     """Read a BATCH_MATMUL: a query times K, or weights times V."""
-    flips, flips_cache = (bool(Call(reading.graph, node).option(slot, "?", False)) for slot in (0, 1))
+    flips, flips_cache = (bool(Call(reading.graph, node).read_option(slot, "?", False)) for slot in (0, 1))
     if not isinstance(cache, Cache):
         raise UnreadableError("multiplies by a matrix that is no cache (expected query · K or weights · V)")
-    tensors = [node.operand(0).tensor, node.operand(1).tensor, node.outputs[0].tensor]
+    tensors = [node.get_operand(0).tensor, node.get_operand(1).tensor, node.outputs[0].tensor]
     if tensors[0].type != tensors[2].type:
         raise UnreadableError(
             f"multiplies {tensors[0].type_name} by {cache.name} into {tensors[2].type_name} (expected one type)"
         )
-    if any(tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None for tensor in tensors):
+    if any(tensor.type not in FLOAT_TYPES and read_activation_scale(tensor) is None for tensor in tensors):
         raise UnreadableError(f"multiplies by {cache.name} in integers that have no scale (expected one for each)")
-    scale = activation_scale(tensors[1])
+    scale = read_activation_scale(tensors[1])
     if tensors[0].type in FLOAT_TYPES and scale and scale[1]:
         raise UnreadableError(f"multiplies floats by {cache.name}, whose zero point LiteRT ignores here (expected 0)")
     if isinstance(first, ScoreView):
@@ -145,35 +145,35 @@ def _move_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
     view = form.view
     if kind in ("RESHAPE", "SQUEEZE", "EXPAND_DIMS"):
         # Only the shape is computed, with an array that NumPy broadcasts from one byte.
-        (reshaped,) = moved(reading.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
-        return replace(form, view=view.reshaped(reshaped.shape))
+        (reshaped,) = move_elements(reading.graph, node, [np.broadcast_to(np.zeros((), np.int8), view.shape)])
+        return replace(form, view=view.reshape(reshaped.shape))
     if kind not in ("TRANSPOSE", "BROADCAST_TO", "GATHER"):
         raise UnreadableError("moves a cache or scores (expected RESHAPE, TRANSPOSE, BROADCAST_TO, SLICE or GATHER)")
-    numbers = reading.graph.integers(node.operand(1))
+    numbers = reading.graph.read_small_integers(node.get_operand(1))
     if kind == "TRANSPOSE":
-        return replace(form, view=view.transposed(ints(numbers)))
+        return replace(form, view=view.transpose(read_ints(numbers)))
     if kind == "BROADCAST_TO":
-        return replace(form, view=view.broadcast(ints(numbers)))
-    axis, batch = (Call(reading.graph, node).option(slot, "i") for slot in (0, 1))
-    if batch or len(node.operand(1).tensor.shape) != 1:
+        return replace(form, view=view.broadcast(read_ints(numbers)))
+    axis, batch = (Call(reading.graph, node).read_option(slot, "i") for slot in (0, 1))
+    if batch or len(node.get_operand(1).tensor.shape) != 1:
         raise UnreadableError("gathers a cache or scores by batches (expected one list of indices for all)")
-    return replace(form, view=view.picked(axis_of(axis, len(view.shape)), numbers))
+    return replace(form, view=view.take(resolve_axis(axis, len(view.shape)), numbers))
 
 
 def _slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
     """Return a cache or scores after a SLICE, whose begin is a constant or depends on the position."""
-    if node.operand(1).depends & ~Depends.POSITION or node.operand(2).depends:
+    if node.get_operand(1).depends & ~Depends.POSITION or node.get_operand(2).depends:
         raise UnreadableError("slices from where a mask or an activation says (expected a constant or the position)")
-    begins = reading.positions.table(node.operand(1))
-    sizes = reading.graph.integers(node.operand(2)).tolist()
+    begins = reading.positions.compute_table(node.get_operand(1))
+    sizes = reading.graph.read_small_integers(node.get_operand(2)).tolist()
     view = form.view
     for axis, (begin, size, length) in enumerate(zip(begins.T, sizes, view.shape, strict=True)):
         if not ((begin >= 0) & (begin + size <= length)).all():
             raise UnreadableError(f"slices beyond the {length} elements of axis {axis} of its operand")
         if (begin == begin[0]).all():
-            view = view.picked(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
+            view = view.take(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
         else:
-            view = view.window(axis, size, reading.positions.window(begin))
+            view = view.take_window(axis, size, reading.positions.register_window(begin))
     if isinstance(form, ScoreView) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
         raise UnreadableError(f"slices scores (stage: {form.stage}) by the position (expected weights, along slots)")
     return replace(form, view=view)
@@ -182,10 +182,10 @@ def _slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
 def _scale_cache(reading: ReadGraph, node: Node, cache: Cache, operands: Sequence[Operand]) -> Cache:
     """Return ``cache`` multiplied by a number: where it holds codes, by their scale."""
     place = next((i for i, operand in enumerate(operands) if operand is not cache), 0)
-    number = reading.expressions.number_of(operands[place])
+    number = reading.expressions.get_number(operands[place])
     makes_floats = node.outputs[0].tensor.type in FLOAT_TYPES
     is_scaled = len(operands) == 2 and (node.kind == "MUL" or (node.kind == "DIV" and place == 1))
-    if not (number and makes_floats and is_scaled) or operand_shape(cache) != broadcast_shape(operands):
+    if not (number and makes_floats and is_scaled) or get_operand_shape(cache) != broadcast_shape(operands):
         raise UnreadableError(
             f"changes the numbers of a cache, {cache.name} (expected MUL or DIV by a number, to floats)"
         )
@@ -204,7 +204,7 @@ def _mix_values(
     rank = len(weights.view.axes)
     slot_axis, row_axis = (rank - 2, rank - 1) if flips_weights else (rank - 1, rank - 2)
     values = view_cache_as_matrix(reading, cache, *((-1, -2) if flips_values else (-2, -1)))
-    window = _match_slots(reading, weights.view.along(slot_axis), values)
+    window = _match_slots(reading, weights.view.locate_axis(slot_axis), values)
     rows = _match_rows(weights, row_axis, values)
 
     # Heads that attend to other slots have another output, so the expression is a vector of ``[heads, width]``.
@@ -216,7 +216,7 @@ def _mix_values(
     return Term(cache.factor, expr, head[rows[..., None]] * width + values.dimensions)
 
 
-def _match_slots(reading: ReadGraph, weights: Along, values: CacheMatrix) -> SlotWindow | None:
+def _match_slots(reading: ReadGraph, weights: AxisPlaces, values: CacheMatrix) -> SlotWindow | None:
     """Return the window of slots whose weights are multiplied by V; None if these are all slots of the cache.
 
     Raises:
@@ -238,7 +238,7 @@ def _match_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids:
         UnreadableError: a row's scores are of another KV head than the V it is multiplied by.
     """
     batch = range(len(weights.view.axes) - 2)
-    rows = weights.view.places([*batch, row_axis], "row")
+    rows = weights.view.locate_axes([*batch, row_axis], "row")
     shape = (*np.broadcast_shapes(values.heads.shape, rows.shape[:-1]), rows.shape[-1])
     rows = np.broadcast_to(rows, shape)
     if not np.array_equal(weights.scores.head[rows], np.broadcast_to(values.heads[..., None], shape)):
@@ -248,8 +248,8 @@ def _match_rows(weights: ScoreView, row_axis: int, values: CacheMatrix) -> Ids:
 
 def _read_head_width(reading: ReadGraph, attention: Attention) -> int:
     inputs = reading.graph.inputs
-    of_keys = heads_and_width(inputs[attention.scores.key].tensor.shape, attention.scores.axes)
-    of_values = heads_and_width(inputs[attention.value].tensor.shape, attention.axes)
+    of_keys = read_heads_and_width(inputs[attention.scores.key].tensor.shape, attention.scores.axes)
+    of_values = read_heads_and_width(inputs[attention.value].tensor.shape, attention.axes)
     if of_keys != of_values:
         raise UnreadableError(f"attends to {of_keys} heads and dimensions of K, {of_values} of V (expected the same)")
     return of_keys[1]
@@ -270,7 +270,7 @@ def _record_attention(reading: ReadGraph, attention: Attention, size: int) -> Ex
     parts: list[object] = [attention.scores, attention.value, attention.axes, attention.window]
     if attention.guard is not None:
         parts.append(attention.guard)
-    expr = reading.expressions.expr("mixed", *parts, size=size)
+    expr = reading.expressions.make_expr("mixed", *parts, size=size)
     reading.attentions.setdefault(expr, attention)
     return expr
 
@@ -290,7 +290,7 @@ def _read_selection(reading: ReadGraph, node: Node, operands: Sequence[Operand])
     (term,) = outputs
     keeps = branches[0] is term
     attention = reading.attentions[term.expr]
-    if reading.expressions.number_of(branches[keeps]) != 0:
+    if reading.expressions.get_number(branches[keeps]) != 0:
         raise UnreadableError("replaces an attention's output by something else than 0")
     if attention.guard is not None:
         raise UnreadableError("selects between an attention's output and 0 a second time (expected once at most)")
@@ -310,16 +310,18 @@ def _read_output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> 
     """
     if condition.depends & Depends.DATA:
         raise UnreadableError("selects by activations or caches (expected masks and the position alone)")
-    reductions = [(v, v.producer) for v in ancestors(condition) if v.producer and v.producer.kind in _MASK_REDUCTIONS]
+    reductions = [
+        (v, v.producer) for v in walk_ancestors(condition) if v.producer and v.producer.kind in _MASK_REDUCTIONS
+    ]
     if len(reductions) != 1:
         raise UnreadableError(
             f"selects by {len(reductions)} reductions (expected one REDUCE_MAX or REDUCE_ANY of slots)"
         )
     ((reduced, node),) = reductions
-    leaves = (value for value in ancestors(condition, frozenset([id(reduced)])) if value.producer is None)
+    leaves = (value for value in walk_ancestors(condition, frozenset([id(reduced)])) if value.producer is None)
     if any(value.depends for value in leaves):
         raise UnreadableError("selects by more than whether any slot is shown (expected one reduction of a mask)")
-    mask = node.operand(0)
+    mask = node.get_operand(0)
     _check_reduction(reading, node, mask.tensor, reduced.tensor)
     return OutputGuard(condition, reduced, MaskValue(mask, len(mask.tensor.shape) - 1), keeps)
 
@@ -327,11 +329,11 @@ def _read_output_guard(reading: ReadGraph, condition: Value, *, keeps: bool) -> 
 def _check_reduction(reading: ReadGraph, node: Node, mask: Tensor, reduced: Tensor) -> None:
     """Raise UnreadableError unless ``node`` reduces a mask over all slots to the shape and type of ``reduced``."""
     rank = len(mask.shape)
-    stated = [] if node.operand(1).depends else ints(reading.graph.integers(node.operand(1)))
-    axes = {axis_of(axis, rank) for axis in stated}
+    stated = [] if node.get_operand(1).depends else read_ints(reading.graph.read_small_integers(node.get_operand(1)))
+    axes = {resolve_axis(axis, rank) for axis in stated}
     if mask.shape[-1:] != (reading.positions.slots,) or rank - 1 not in axes:
         raise UnreadableError("selects by some slots of a mask alone (expected all, along its last axis)")
-    keeps_axes = bool(Call(reading.graph, node).option(0, "?", False))
+    keeps_axes = bool(Call(reading.graph, node).read_option(0, "?", False))
     sizes = (1 if axis in axes else size for axis, size in enumerate(mask.shape) if keeps_axes or axis not in axes)
     if tuple(sizes) != tuple(reduced.shape):
         raise UnreadableError(f"selects by {reduced.label}, which has not the shape of its reduction (a damaged file)")

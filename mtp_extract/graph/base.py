@@ -29,15 +29,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.architecture.roles import GEMMA4, roles_of
-from mtp_extract.errors import RoleError, UnsupportedError, escape, few
+from mtp_extract.architecture.roles import GEMMA4, list_roles
+from mtp_extract.errors import RoleError, UnsupportedError, escape, list_few
 from mtp_extract.graph.blocks import Blocks
-from mtp_extract.graph.call import CONVERSIONS, computing
+from mtp_extract.graph.call import CONVERSIONS, convert_errors
 from mtp_extract.graph.expressions import Expr, Term
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors, source_through
+from mtp_extract.graph.flat import FlatGraph, Node, Value, find_source, walk_ancestors
 from mtp_extract.graph.forms import ReadGraph
 from mtp_extract.graph.reading import read_graph
-from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, read_activation, set_aside
+from mtp_extract.graph.roles import FoundRole, OtherConstant, list_other_constants, read_activation, sort_roles
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
 
@@ -64,11 +64,11 @@ _LARGEST_COMPARED = 1 << 14
 
 
 @dataclass(frozen=True)
-class BaseWalk:
+class BaseStructure:
     """Roles and geometry of the base in the graph of one signature."""
 
     roles: tuple[FoundRole, ...]
-    aside: tuple[OtherConstant, ...]
+    other_constants: tuple[OtherConstant, ...]
     layers: int
     width: int  # of the residual stream
     soft_cap: float | None  # on the logits; None without one, or without logits
@@ -76,7 +76,7 @@ class BaseWalk:
     per_layer_factor: float = 1.0  # the decoder's factor on the per-layer embeddings, relative to their projection
 
 
-def read_first(model: TfliteModel) -> Signature:
+def choose_decoder_signature(model: TfliteModel) -> Signature:
     """Return the signature that computes logits of the fewest tokens; raise RoleError if there is none."""
     candidates = [s for s in model.signatures if BASE_LOGITS in s.outputs and EMBEDDINGS in s.inputs]
     if not candidates:
@@ -84,8 +84,8 @@ def read_first(model: TfliteModel) -> Signature:
     return min(candidates, key=lambda s: model.tensor(s.subgraph, s.inputs[EMBEDDINGS]).elements)
 
 
-@computing("The graph")
-def walk_base(graph: FlatGraph) -> BaseWalk:
+@convert_errors("The graph")
+def read_base_structure(graph: FlatGraph) -> BaseStructure:
     """Find every role in the graph of a decoder's signature, which has to compute logits.
 
     Raises:
@@ -111,7 +111,7 @@ class _BaseReader(Blocks):
         updated = (value for node in self.cache_writers.values() for value in node.outputs)
         self.stops = frozenset({*self.norms, *map(id, updated)})
 
-    def read_structure(self) -> BaseWalk:
+    def read_structure(self) -> BaseStructure:
         graph = self.graph
         soft_cap, head = self.take_lm_head(*self.read_output(BASE_LOGITS))
         stream, factor = self.take_norm("final_norm", head)
@@ -127,10 +127,10 @@ class _BaseReader(Blocks):
         for key, first in self.first_readers.items():
             self._take_keys_and_values(key, first)
 
-        roles = in_order([_allow_factor_of_one(role) for role in self.roles])
+        roles = sort_roles([_allow_factor_of_one(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
-        aside = set_aside(graph, roles)
-        return BaseWalk(roles, aside, count, width, soft_cap, self.one_epsilon(), self.per_layer_factor)
+        aside = list_other_constants(graph, roles)
+        return BaseStructure(roles, aside, count, width, soft_cap, self.require_one_epsilon(), self.per_layer_factor)
 
     def _take_layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
         """Take the layer whose result is ``factor × out``, and return the stream below it and that stream's factor."""
@@ -181,7 +181,7 @@ class _BaseReader(Blocks):
         if totals or total.kind != "sum" or len(total.terms) != 2:
             raise RoleError("The layers take their per-layer embeddings from different values; expected one sum.")
         for index, part in sorted(self.layer_embeddings.items()):
-            chosen = part.chosen if part.kind == "part" else np.arange(part.size)
+            chosen = part.element_ids if part.kind == "part" else np.arange(part.size)
             if not np.array_equal(chosen, np.arange(index * part.size, (index + 1) * part.size)):
                 raise RoleError(
                     f"layers.{index}: expected the part of the per-layer embeddings at {index * part.size}, found "
@@ -229,13 +229,13 @@ class _BaseReader(Blocks):
 
     def _find_sources(self, start: Value) -> tuple[set[Expr], set[str]]:
         """Return the nearest norms, and the names of the written caches, that ``start`` is computed from."""
-        sources = list(ancestors(start, self.stops))
+        sources = list(walk_ancestors(start, self.stops))
         norms = {self.norms[id(value)] for value in sources if id(value) in self.norms}
         producers = {value.producer for value in sources}
         return norms, {name for name, node in self.cache_writers.items() if node in producers}
 
     def _find_cache_norm(self, cache: str) -> Expr:
-        norms, _ = self._find_sources(self.cache_writers[cache].operand(1))
+        norms, _ = self._find_sources(self.cache_writers[cache].get_operand(1))
         if len(norms) != 1:
             raise RoleError(f"{escape(cache)}: expected one RMSNorm before it is written, found {len(norms)}.")
         return norms.pop()
@@ -263,7 +263,7 @@ class _BaseReader(Blocks):
         if weight is None:
             return True
         vector = weight.parts[0] if weight.kind == "tiled" else weight
-        return vector.kind == "weight" and bool((self.graph.floats(vector.parts[0]) == 1).all())
+        return vector.kind == "weight" and bool((self.graph.read_small_floats(vector.parts[0]) == 1).all())
 
 
 def _is_near(factor: float, expected: float) -> bool:
@@ -284,11 +284,11 @@ def _list_caches(graph: FlatGraph) -> list[str]:
 def _find_cache_writers(graph: FlatGraph) -> dict[str, Node]:
     """Return the DYNAMIC_UPDATE_SLICE that writes each cache output."""
     through = ("RESHAPE", *CONVERSIONS)
-    writers = {name: source_through(graph.outputs[name], through).producer for name in _list_caches(graph)}
+    writers = {name: find_source(graph.outputs[name], through).producer for name in _list_caches(graph)}
     return {name: node for name, node in writers.items() if node is not None and node.kind == _UPDATE}
 
 
-def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
+def match_base_roles(graph: FlatGraph, decoder: BaseStructure) -> BaseStructure:
     """Find the roles of ``decoder`` in the graph of another signature, which shares the bytes of its constants.
 
     The signature computes the first layers of ``decoder``, or all of them. Roles of these layers that share no bytes
@@ -317,8 +317,8 @@ def match_base(graph: FlatGraph, decoder: BaseWalk) -> BaseWalk:
         tensor = value.tensor
         if tensor.elements > _LARGEST_NUMBER and (tensor.subgraph, tensor.index) not in keys:
             raise UnsupportedError(f"{value.label} is a weight that the signature of the logits does not have.")
-    roles = in_order(matched)
-    return BaseWalk(roles, set_aside(graph, roles), 0, decoder.width, None, None)
+    roles = sort_roles(matched)
+    return BaseStructure(roles, list_other_constants(graph, roles), 0, decoder.width, None, None)
 
 
 _Place = tuple[int, tuple[int, ...]]
@@ -330,7 +330,7 @@ def _locate_constant(graph: FlatGraph, tensor: Tensor) -> _Place:
 
 
 def _match_by_numbers(
-    graph: FlatGraph, decoder: BaseWalk, missing: Sequence[FoundRole], unmatched: Sequence[Value]
+    graph: FlatGraph, decoder: BaseStructure, missing: Sequence[FoundRole], unmatched: Sequence[Value]
 ) -> Iterator[FoundRole]:
     """Yield the ``missing`` roles, each with a constant among ``unmatched`` that holds the same numbers."""
     by_numbers: dict[object, list[FoundRole]] = defaultdict(list)
@@ -339,7 +339,7 @@ def _match_by_numbers(
             by_numbers[_make_content_key(graph, role.tensor)].append(role)
     if not by_numbers:
         return
-    other_tensors = (constant.tensor for constant in decoder.aside)
+    other_tensors = (constant.tensor for constant in decoder.other_constants)
     no_weights = {_make_content_key(graph, tensor) for tensor in other_tensors if tensor.type in NUMBER_TYPES}
     present = set[object]()
     for value in unmatched:
@@ -355,18 +355,18 @@ def _match_by_numbers(
             yield replace(role, tensor=value.tensor, result=None)
     if absent := [role.role for content, roles in by_numbers.items() if content not in present for role in roles]:
         raise UnsupportedError(
-            f"{few(absent)}: expected the numbers with which the logits are computed, found others or none. All "
+            f"{list_few(absent)}: expected the numbers with which the logits are computed, found others or none. All "
             "signatures of a base compute with the same weights; take the bundle as it was published."
         )
 
 
-def _list_expected_roles(decoder: BaseWalk, computed: Set[str]) -> Iterator[FoundRole]:
+def _list_expected_roles(decoder: BaseStructure, computed: Set[str]) -> Iterator[FoundRole]:
     """Yield the roles of ``decoder`` up to the last that is ``computed``, in the order of execution.
 
     A signature that only fills the caches ends with K and V of a layer, whose query it does not compute.
     """
     by_name = {role.role: role for role in decoder.roles}
-    names = [role.name for role in roles_of(decoder.layers, architecture=GEMMA4) if role.name in by_name]
+    names = [role.name for role in list_roles(decoder.layers, architecture=GEMMA4) if role.name in by_name]
     last = max((index for index, name in enumerate(names) if name in computed), default=-1)
     query = {f"{names[last].rpartition('.')[0]}.{part}" for part in ("q_proj", "q_norm")} if last >= 0 else set()
     return (by_name[name] for name in names[: last + 1] if name not in query or query & computed)
@@ -376,13 +376,13 @@ def _make_content_key(graph: FlatGraph, tensor: Tensor) -> object:
     """Return a key that is equal for equal contents; for a large tensor, which is not read, for equal places."""
     if tensor.elements > _LARGEST_COMPARED:
         return _locate_constant(graph, tensor)
-    return tuple(tensor.shape), graph.floats(Value([tensor])).tobytes()
+    return tuple(tensor.shape), graph.read_small_floats(Value([tensor])).tobytes()
 
 
 # Embedders.
 
 
-def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
+def read_embedder(graph: FlatGraph, role: str, later: float = 1.0) -> BaseStructure:
     """Find the tables of an embedder, which does one lookup, or one per layer.
 
     One table is named ``role``; several are ``role.0``, ``role.1``, … in the order in which their rows are joined. Rows
@@ -395,7 +395,7 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
         raise RoleError(f"{role}: expected one output, found {len(graph.outputs)}.")
     ((name, output),) = graph.outputs.items()
     tables = list(_find_lookups(read_graph(graph, (name,), strict=False).require_all(), output, 1.0, role))
-    tokens, width = tables[0][0].operand(0).tensor.elements, output.tensor.shape[-1]
+    tokens, width = tables[0][0].get_operand(0).tensor.elements, output.tensor.shape[-1]
     if len(tables) > 1 and tokens != 1:
         raise UnsupportedError(f"{role}: {len(tables)} tables, looked up for {tokens} tokens at once.")
 
@@ -411,14 +411,14 @@ def walk_table(graph: FlatGraph, role: str, later: float = 1.0) -> BaseWalk:
                 f"less what the decoder multiplies by), or 1, found {factor:g}."
             )
         roles.append(_make_table_role(role, name, node, exact))
-    return BaseWalk(tuple(roles), set_aside(graph, roles), 0, width, None, None)
+    return BaseStructure(tuple(roles), list_other_constants(graph, roles), 0, width, None, None)
 
 
 def _make_table_role(role: str, name: str, node: Node, factor: float) -> FoundRole:
-    table = source_through(node.operand(1), ("DEQUANTIZE", "RESHAPE"))
+    table = find_source(node.get_operand(1), ("DEQUANTIZE", "RESHAPE"))
     if not table.constant or len(table.tensor.shape) != 2:
         raise RoleError(f"{role}: {node.op.label} looks up no table [vocabulary, width] of constants.")
-    quantized = read_activation(node.operand(0)), read_activation(node.outputs[0])
+    quantized = read_activation(node.get_operand(0)), read_activation(node.outputs[0])
     why = f"the table of {node.op.label}"
     return FoundRole(name, table.tensor, table.tensor.shape, factor, why, (), *quantized, node.outputs[0])
 
@@ -432,7 +432,7 @@ def _find_lookups(reading: ReadGraph, value: Value, factor: float, role: str) ->
         raise RoleError(f"{role}: expected an EMBEDDING_LOOKUP behind {value.label}.")
     if node.kind in ("CONCATENATION", "PACK") and len(node.inputs) < _MOST_TABLES:
         for position in range(len(node.inputs)):
-            yield from _find_lookups(reading, node.operand(position), factor * term.factor, role)
+            yield from _find_lookups(reading, node.get_operand(position), factor * term.factor, role)
     elif node.kind == "EMBEDDING_LOOKUP" and len(node.inputs) == 2:
         yield node, factor * term.factor
     else:

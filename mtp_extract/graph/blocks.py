@@ -70,7 +70,7 @@ class Blocks:
         norms = dict[int, Expr]()
         for key, form in self.reading.forms.items():
             if isinstance(form, Term):
-                expr, _ = self.expressions.origin(form.expr, form.ids)
+                expr, _ = self.expressions.find_origin(form.expr, form.ids)
                 if self.match_norm(expr) is not None:
                     norms[key] = expr
         return norms
@@ -106,7 +106,7 @@ class Blocks:
         tokens = operand.size // columns
         shape = expr.size // tokens, columns
         folded = 1.0 if abs(stored - 1) < self.factor_tolerance else stored
-        quantized = read_activation(node.operand(0)), read_activation(node.outputs[0])
+        quantized = read_activation(node.get_operand(0)), read_activation(node.outputs[0])
         result, _ = self.reading.first[expr]
         why = f"weight of {node.op.label}"
         self.roles.append(FoundRole(role, weight.tensor, shape, folded, why, (), *quantized, result))
@@ -146,7 +146,7 @@ class Blocks:
         if {e: 2 * power for e, power in normed.items()} != squared.powers:
             return None
         factor = math.sqrt(root.terms[squares[0]] * width)
-        of = self.expressions.product(normed, expr.size)
+        of = self.expressions.make_product(normed, expr.size)
         return Norm(of, weights[0] if weights else None, width, 1.0 if is_close(factor, 1) else factor, eps)
 
     def take_norm(self, role: str, expr: Expr) -> tuple[Expr, float]:
@@ -187,7 +187,9 @@ class Blocks:
         if norm is not None and norm.weight is None:
             for term, value in self.reading.scaled.get(expr, ()):
                 number = term.numbers[-1]
-                if number.constant and is_close(term.factor, norm.factor * float(self.graph.floats(number)[0])):
+                if number.constant and is_close(
+                    term.factor, norm.factor * float(self.graph.read_small_floats(number)[0])
+                ):
                     return value, term.factor, number
         return *self.reading.first[expr], None
 
@@ -195,7 +197,7 @@ class Blocks:
         """Return s where the norm's result is s × ``expr``; 1 if ``expr`` is no norm."""
         return self.find_result(expr)[1] if self.match_norm(expr) is not None else 1.0
 
-    def one_epsilon(self) -> float:
+    def require_one_epsilon(self) -> float:
         """Return the epsilon that all norms share; raise UnsupportedError if there are several."""
         if len(self.eps) != 1:
             raise UnsupportedError(f"The norms use different epsilons: {sorted(self.eps)}.")
@@ -240,7 +242,11 @@ class Blocks:
         for term, value in self.reading.scaled.get(out, ()):
             if is_close(term.factor, factor):
                 number, *others = term.numbers
-                if others or not number.constant or not is_close(float(self.graph.floats(number)[0]), factor):
+                if (
+                    others
+                    or not number.constant
+                    or not is_close(float(self.graph.read_small_floats(number)[0]), factor)
+                ):
                     raise UnsupportedError(f"{name}.layer_scalar: it is computed from several constants.")
                 role, names = f"{name}.layer_scalar", tuple(t.name for t in value.tensors)
                 why = f"the factor {factor:g} on the layer's output"
@@ -292,7 +298,7 @@ class Blocks:
                     return gate, scale, up, 1.0 if is_close(share, 1) else share
         raise RoleError(f"{names}: expected a product of GELU(gate) and up; the graph computes another function.")
 
-    def one_activation(self) -> str:
+    def require_one_activation(self) -> str:
         """Return transformers' name of the function that all gates use; raise UnsupportedError if there are several."""
         if len(self.activations) > 1:
             raise UnsupportedError(f"The gates use different functions: {sorted(self.activations)}.")
@@ -320,7 +326,7 @@ class Blocks:
         if function is None or len(half.terms) != 2 or not is_close(half.terms[function], unit):
             return None
         name, factor, inner = function.parts
-        cubed = self.expressions.product({gate: 3.0}, gate.size)
+        cubed = self.expressions.make_product({gate: 3.0}, gate.size)
         if name != "TANH" or set(inner.terms) != {gate, cubed}:
             return None
         scale = inner.terms[gate] * factor / _GELU_SLOPE

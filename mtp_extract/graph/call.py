@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, several
+from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, format_count
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.storage import CODE_TYPES, FLOAT_TYPES
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
@@ -41,7 +41,7 @@ REDUCTIONS = frozenset({"SUM", "MEAN", "REDUCE_MAX", "REDUCE_ANY"})
 SELECTIONS = frozenset({"SELECT", "SELECT_V2"})
 
 
-def axis_of(axis: int, rank: int) -> int:
+def resolve_axis(axis: int, rank: int) -> int:
     """Return ``axis`` counted from 0 (a negative axis counts from the end); raise FormatError if it does not exist."""
     if not -rank <= axis < rank:
         raise FormatError(f"Expected an axis of {rank}, found {axis}: the file is damaged.")
@@ -55,7 +55,7 @@ def holds_codes(tensor: Tensor) -> bool:
     return tensor.type in CODE_TYPES and has_scales
 
 
-def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
+def read_activation_scale(tensor: Tensor) -> tuple[float, int] | None:
     """Return the scale and zero point of a tensor of codes; None if the tensor does not hold codes.
 
     Raises:
@@ -66,7 +66,10 @@ def activation_scale(tensor: Tensor) -> tuple[float, int] | None:
     if quantization is None or tensor.type is None or not holds_codes(tensor):
         return None
     if quantization.scales.count != 1 or quantization.zero_points.count > 1:
-        counts = several(quantization.scales.count, "scale"), several(quantization.zero_points.count, "zero point")
+        counts = (
+            format_count(quantization.scales.count, "scale"),
+            format_count(quantization.zero_points.count, "zero point"),
+        )
         raise UnsupportedError(f"{tensor.label}: an activation with {' and '.join(counts)}; expected one of each.")
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
@@ -83,11 +86,11 @@ def find_code_limits(kind: TensorType) -> tuple[int, int]:
     return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def range_of_codes(tensor: Tensor) -> tuple[float, float] | None:
+def find_representable_range(tensor: Tensor) -> tuple[float, float] | None:
     """Return the lowest and the highest number that the tensor's codes can stand for; None if it does not hold codes.
-    Raises as :func:`activation_scale`.
+    Raises as :func:`read_activation_scale`.
     """
-    activation = activation_scale(tensor)
+    activation = read_activation_scale(tensor)
     if activation is None or tensor.type is None:
         return None
     scale, zero_point = activation
@@ -104,18 +107,18 @@ def keeps_numbers(node: Node) -> bool:
     """Return whether a conversion keeps the numbers, apart from rounding: it does between floats, and between floats
     and the numbers that codes stand for. CAST of codes gives the codes themselves.
     """
-    source, target = node.operand(0).tensor, node.outputs[0].tensor
+    source, target = node.get_operand(0).tensor, node.outputs[0].tensor
     if node.kind == "CAST":
         return {source.type, target.type} <= FLOAT_TYPES
     if node.kind == "DEQUANTIZE":
         # The codes of a constant may have several scales.
-        has_numbers = node.operand(0).constant or source.type in FLOAT_TYPES or holds_codes(source)
+        has_numbers = node.get_operand(0).constant or source.type in FLOAT_TYPES or holds_codes(source)
         return target.type is TensorType.FLOAT32 and has_numbers
     return holds_codes(target) and (source.type in FLOAT_TYPES or holds_codes(source))
 
 
 @contextmanager
-def computing(label: str) -> Iterator[None]:
+def convert_errors(label: str) -> Iterator[None]:
     """Turn errors of Python and NumPy into errors of this package whose message begins with ``label``.
 
     Raises:
@@ -131,7 +134,7 @@ def computing(label: str) -> Iterator[None]:
         raise FormatError(f"{label} cannot be computed: {error}. The graph is damaged.") from error
 
 
-def refused(node: Node, why: str) -> OperatorError:
+def build_refusal(node: Node, why: str) -> OperatorError:
     """Return the error to raise if ``node`` does what no drafter does; ``why`` follows its name in the message."""
     place = node.op.subgraph, node.op.index
     return OperatorError(f"{node.op.label} {why}", place=place, label=node.op.label)
@@ -145,7 +148,7 @@ class Call:
     node: Node
     largest: int = LARGEST_COMPUTED  # most elements of a result
 
-    def option(self, slot: int, code: str, default: int | float | bool = 0) -> Any:
+    def read_option(self, slot: int, code: str, default: int | float | bool = 0) -> Any:
         """Return the option in ``slot``, or ``default`` (the schema's) if it is not stored."""
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
@@ -165,7 +168,7 @@ class Call:
 
     def refuse(self, why: str) -> OperatorError:
         """Return the error to raise if the operator does something that its kernel does not support."""
-        return refused(self.node, f"{why}; what the graph computes cannot be checked.")
+        return build_refusal(self.node, f"{why}; what the graph computes cannot be checked.")
 
     def check_size(self, *sizes: int) -> None:
         """Raise OperatorError if a result of ``sizes`` is too large; call this before allocating it."""
@@ -173,7 +176,7 @@ class Call:
             raise self.refuse(f"makes {math.prod(sizes)} numbers, more than any drafter's")
 
 
-def ints(array: Array) -> list[int]:
+def read_ints(array: Array) -> list[int]:
     """Return the integers of a shape, axes or offsets; raise FormatError unless they are INT32, as LiteRT requires."""
     if array.dtype != np.int32:
         raise FormatError(f"Expected shapes, axes and offsets of INT32, found {array.dtype}.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtp_extract.architecture import shapes_of
-from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig, known_drafter
+from mtp_extract.architecture import list_shapes
+from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig, find_known_drafter
 from mtp_extract.errors import RoleError, UnsupportedError, escape
-from mtp_extract.graph.drafter import Layer, Walk
+from mtp_extract.graph.drafter import DrafterStructure, Layer
 from mtp_extract.graph.rotation import read_rope
 
 
-def read_config(structure: Walk, sliding_window: int | None = None) -> DrafterConfig:
+def read_config(structure: DrafterStructure, sliding_window: int | None = None) -> DrafterConfig:
     """Return the configuration of the drafter that has ``structure``.
 
     ``sliding_window`` is used only if the graph leaves the window to the runtime (an input ``mask_local``); None stands
@@ -40,7 +40,7 @@ def read_config(structure: Walk, sliding_window: int | None = None) -> DrafterCo
         rms_norm_eps=structure.rms_norm_eps,
         hidden_activation=structure.hidden_activation,
     )
-    for role, expected in shapes_of(config).items():
+    for role, expected in list_shapes(config).items():
         if shapes.get(role.name, expected) != expected:
             raise RoleError(f"{role.name}: expected shape {list(expected)}, found {list(shapes[role.name])}.")
     config.require_uniform()
@@ -71,7 +71,7 @@ def _read_layers(layers: Sequence[Layer]) -> tuple[LayerConfig, ...]:
 
 
 def _find_known_window(config: DrafterConfig) -> int:
-    geometry = known_drafter(config)
+    geometry = find_known_drafter(config)
     if geometry is None:
         raise UnsupportedError(
             "The graph does not say how long its sliding window is: the runtime applies it (an input mask_local), it "

@@ -24,17 +24,17 @@ import numpy as np
 
 from mtp_extract.errors import MtpExtractError, NoDrafterError, RoleError, UnsupportedError, escape
 from mtp_extract.graph.blocks import Blocks
-from mtp_extract.graph.call import activation_scale, computing
-from mtp_extract.graph.evaluate import inputs_of
+from mtp_extract.graph.call import convert_errors, read_activation_scale
+from mtp_extract.graph.evaluate import find_input_names
 from mtp_extract.graph.expressions import Expr
-from mtp_extract.graph.flat import FlatGraph, Value, ancestors
-from mtp_extract.graph.forms import Attention, ReadGraph, heads_and_width
+from mtp_extract.graph.flat import FlatGraph, Value, walk_ancestors
+from mtp_extract.graph.forms import Attention, ReadGraph, read_heads_and_width
 from mtp_extract.graph.kinds import require_kind
 from mtp_extract.graph.masks import Masks
-from mtp_extract.graph.positions import caches_of, is_mask
+from mtp_extract.graph.positions import find_caches, is_mask
 from mtp_extract.graph.reading import read_graph
-from mtp_extract.graph.roles import FoundRole, OtherConstant, in_order, set_aside
-from mtp_extract.graph.rotation import Rotation, rotation_of
+from mtp_extract.graph.roles import FoundRole, OtherConstant, list_other_constants, sort_roles
+from mtp_extract.graph.rotation import Rotation, read_rotation
 from mtp_extract.litertlm.storage import FLOAT_TYPES
 from mtp_extract.litertlm.tflite import Tensor
 
@@ -62,12 +62,12 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Walk:
+class DrafterStructure:
     """What the graph says of the drafter: roles of its constants, and geometry."""
 
     roles: tuple[FoundRole, ...]
     layers: tuple[Layer, ...]
-    aside: tuple[OtherConstant, ...]
+    other_constants: tuple[OtherConstant, ...]
     soft_cap: float | None
     rms_norm_eps: float
     hidden_activation: str
@@ -76,8 +76,8 @@ class Walk:
     reading: ReadGraph = field(repr=False, compare=False)
 
 
-@computing("The graph")
-def read_drafter(graph: FlatGraph, *, strict: bool = True) -> ReadGraph:
+@convert_errors("The graph")
+def read_drafter_graph(graph: FlatGraph, *, strict: bool = True) -> ReadGraph:
     """Read what a drafter's two outputs depend on, with :func:`~mtp_extract.graph.reading.read_graph`.
 
     A signature that is not a drafter's is not read at all: the result has the error as its ``refusal``.
@@ -100,11 +100,11 @@ def _check_signature(graph: FlatGraph) -> None:
             listed = ", ".join(map(escape, names)) or "none"
             raise NoDrafterError(f"The signature has no {kind} {name!r} (it has: {listed}): this is not a drafter.")
         tensor = names[name].tensor
-        if tensor.type not in FLOAT_TYPES and activation_scale(tensor) is None:
+        if tensor.type not in FLOAT_TYPES and read_activation_scale(tensor) is None:
             raise UnsupportedError(f"The {kind} {tensor.label} should hold floats, or codes with a scale.")
 
 
-def walk(graph: FlatGraph) -> Walk:
+def read_drafter_structure(graph: FlatGraph) -> DrafterStructure:
     """Find the constant of every role in ``graph``, and the geometry of every layer.
 
     Raises:
@@ -112,10 +112,10 @@ def walk(graph: FlatGraph) -> Walk:
         RoleError: a role is missing, or a constant is left over.
         UnsupportedError: the graph computes something a checkpoint cannot express.
     """
-    return DrafterWalk(read_drafter(graph)).walk()
+    return DrafterReader(read_drafter_graph(graph)).read_structure()
 
 
-class DrafterWalk(Blocks):
+class DrafterReader(Blocks):
     """Finds the roles of a drafter's graph; after an error, ``roles`` has those that were found before it."""
 
     def __init__(self, reading: ReadGraph) -> None:
@@ -124,9 +124,9 @@ class DrafterWalk(Blocks):
         self.soft_cap: float | None = None
         self.has_head = False
 
-    @computing("The graph")
-    def walk(self) -> Walk:
-        """Do the work of :func:`walk`."""
+    @convert_errors("The graph")
+    def read_structure(self) -> DrafterStructure:
+        """Do the work of :func:`read_drafter_structure`."""
         graph = self.graph
         reading = self.reading.require_all()
         soft_cap, head = self.take_lm_head(*self.read_output(LOGITS))
@@ -134,27 +134,27 @@ class DrafterWalk(Blocks):
             self.matched = head
             raise RoleError("final_norm: lm_head and post_projection do not read the same normalized state.")
 
-        roles = in_order(self.roles)
+        roles = sort_roles(self.roles)
         masks = Masks(graph, reading.positions)
         names = (f"layers.{index}" for index in range(len(self.mixed_by_layer)))
         layers = tuple(self._read_layer(name, self.mixed_by_layer[name], masks) for name in names)
         self.matched = None
 
-        caches = {name: value.tensors[-1] for name, value in caches_of(graph.inputs).items()}
-        return Walk(
+        caches = {name: value.tensors[-1] for name, value in find_caches(graph.inputs).items()}
+        return DrafterStructure(
             roles,
             layers,
-            set_aside(graph, roles),
+            list_other_constants(graph, roles),
             soft_cap,
-            self.one_epsilon(),
-            self.one_activation(),
+            self.require_one_epsilon(),
+            self.require_one_activation(),
             MappingProxyType(caches),
             tuple(reading.rounded),
             reading,
         )
 
-    @computing("The graph")
-    def walk_outside(self) -> None:
+    @convert_errors("The graph")
+    def read_outside_attentions(self) -> None:
         """Take the roles outside attentions, of a graph that was not read strictly; ``has_head`` says whether the head
         is among them.
 
@@ -183,7 +183,9 @@ class DrafterWalk(Blocks):
         attention = self.reading.attentions.get(mixed)
         if attention is None and mixed.kind == "unread":
             norms = self.find_norms()
-            queries = {norms[id(value)] for value in ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms}
+            queries = {
+                norms[id(value)] for value in walk_ancestors(mixed.parts[0], frozenset(norms)) if id(value) in norms
+            }
             if len(queries) != 1:
                 raise RoleError(f"{name}.q_norm: expected one norm of a query before its scores, found {len(queries)}.")
             return queries.pop()
@@ -198,20 +200,20 @@ class DrafterWalk(Blocks):
         scores = attention.scores
         query = scores.rotated.query
         norm = self.match_norm(query)
-        kv_heads, width = heads_and_width(self.graph.inputs[scores.key].tensor.shape, scores.axes)
+        kv_heads, width = read_heads_and_width(self.graph.inputs[scores.key].tensor.shape, scores.axes)
         if norm is None or width != norm.width or query.size % width:
             raise RoleError(f"{name}: its query and its caches do not fit together.")
         heads = query.size // width
-        rotation = rotation_of(name, scores, heads, kv_heads, self.reading.positions)
-        frequencies, rounding = rotation.measured()
-        inputs = inputs_of(scores.tree.values)
+        rotation = read_rotation(name, scores, heads, kv_heads, self.reading.positions)
+        frequencies, rounding = rotation.measure_frequencies()
+        inputs = find_input_names(scores.tree.values)
         return Layer(
             scores.key,
             attention.value,
             kv_heads,
             width,
             heads,
-            masks.window(attention),
+            masks.count_visible_slots(attention),
             tuple(sorted(filter(is_mask, inputs))),
             frequencies,
             rounding,

@@ -27,14 +27,14 @@ from mtp_extract.graph.call import (
     Array,
     Call,
     Kernel,
-    computing,
+    convert_errors,
     has_few_bits,
     holds_codes,
-    ints,
+    read_ints,
 )
-from mtp_extract.graph.flat import FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.flat import FlatGraph, Node, Value, walk_ancestors
 from mtp_extract.litertlm.quantized import read_floats
-from mtp_extract.litertlm.storage import FLOAT_TYPES, widened
+from mtp_extract.litertlm.storage import FLOAT_TYPES, widen_floats
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 _ELEMENTS_AT_ONCE = 1 << 20  # most elements of one value, over all samples that are computed together
@@ -48,8 +48,8 @@ _SAFE_LIMIT = float(1 << 62)  # below it a float64 result is certain to fit int6
 
 
 def _broadcast(call: Call, x: Array, shape: Array) -> Array:
-    call.check_size(*ints(shape))
-    return np.broadcast_to(x, ints(shape))
+    call.check_size(*read_ints(shape))
+    return np.broadcast_to(x, read_ints(shape))
 
 
 def _fill(call: Call, shape: Array, number: Array) -> Array:
@@ -59,21 +59,21 @@ def _fill(call: Call, shape: Array, number: Array) -> Array:
 
 
 def _slice(call: Call, x: Array, begin: Array, size: Array) -> Array:
-    starts = ints(begin)
-    ends = [d if n == -1 else b + n for b, n, d in zip(starts, ints(size), x.shape, strict=True)]
+    starts = read_ints(begin)
+    ends = [d if n == -1 else b + n for b, n, d in zip(starts, read_ints(size), x.shape, strict=True)]
     if any(not 0 <= b <= e <= d for b, e, d in zip(starts, ends, x.shape, strict=True)):
         raise call.refuse(f"takes {starts} to {ends} of {list(x.shape)}")
     return x[tuple(map(slice, starts, ends))]
 
 
 def _slice_with_strides(call: Call, x: Array, begin: Array, end: Array, strides: Array) -> Array:
-    no_begin, no_end, ellipsis, new_axis, drops = (call.option(slot, "i") for slot in range(5))
-    if ellipsis or new_axis or call.option(5, "?", False):
+    no_begin, no_end, ellipsis, new_axis, drops = (call.read_option(slot, "i") for slot in range(5))
+    if ellipsis or new_axis or call.read_option(5, "?", False):
         raise call.refuse("adds axes, or has ends that are offsets from its begins")
-    if drops and min(ints(strides)) < 0:
+    if drops and min(read_ints(strides)) < 0:
         raise call.refuse("drops an axis that it reads backwards, for which LiteRT reads beyond its operand")
     index: list[Any] = []
-    for axis, bounds in enumerate(zip(ints(begin), ints(end), ints(strides), strict=True)):
+    for axis, bounds in enumerate(zip(read_ints(begin), read_ints(end), read_ints(strides), strict=True)):
         bit = 1 << axis
         start = None if no_begin & bit else bounds[0]
         index.append(start or 0 if drops & bit else slice(start, None if no_end & bit else bounds[1], bounds[2]))
@@ -81,8 +81,8 @@ def _slice_with_strides(call: Call, x: Array, begin: Array, end: Array, strides:
 
 
 def _gather(call: Call, x: Array, chosen: Array) -> Array:
-    axis = call.option(0, "i")
-    if call.option(1, "i"):
+    axis = call.read_option(0, "i")
+    if call.read_option(1, "i"):
         raise call.refuse("has other indices in each batch")
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < x.shape[axis]):
         raise call.refuse("takes elements that its operand lacks")
@@ -93,13 +93,13 @@ def _gather(call: Call, x: Array, chosen: Array) -> Array:
 def _make_joining_kernel(join: Callable[..., Array], slot: int) -> Kernel:
     def kernel(call: Call, *operands: Array) -> Array:
         call.check_size(sum(x.size for x in operands))
-        return join(operands, call.option(slot, "i"))
+        return join(operands, call.read_option(slot, "i"))
 
     return kernel
 
 
 def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
-    sizes = list(call.read_axes(0)) if shape is None else ints(shape)
+    sizes = list(call.read_axes(0)) if shape is None else read_ints(shape)
     if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
         raise call.refuse(f"gives its operand the shape {sizes}")
     return x.reshape(sizes)
@@ -109,17 +109,17 @@ _EVERY_OPERAND = tuple(range(256))
 _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "BROADCAST_TO": ((0,), _broadcast),
     "CONCATENATION": (_EVERY_OPERAND, _make_joining_kernel(np.concatenate, 0)),
-    "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, ints(axis)[0])),
+    "EXPAND_DIMS": ((0,), lambda call, x, axis: np.expand_dims(x, read_ints(axis)[0])),
     "FILL": ((1,), _fill),
     "GATHER": ((0,), _gather),
     "PACK": (_EVERY_OPERAND, _make_joining_kernel(np.stack, 1)),
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
-    "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.option(0, "i"), ints(axis)[0]))),
+    "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.read_option(0, "i"), read_ints(axis)[0]))),
     "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.read_axes(0) or None)),
     "STRIDED_SLICE": ((0,), _slice_with_strides),
-    "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, ints(order))),
-    "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.option(1, "i"), 0))),
+    "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, read_ints(order))),
+    "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.read_option(1, "i"), 0))),
 }
 LAYOUT: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
     {**{kind: at for kind, (at, _) in _LAYOUT.items()}, "DYNAMIC_UPDATE_SLICE": (0, 1)}
@@ -197,7 +197,7 @@ def _round_to_half(x: Array, kind: TensorType) -> Array:
 def _multiply_matrices(call: Call, left: Array, right: Array) -> Array:
     if {call.get_input_tensor(0).type, call.get_input_tensor(1).type} != {TensorType.FLOAT32}:
         raise call.refuse("multiplies matrices of other types than FLOAT32")
-    a, b = (np.swapaxes(x, -1, -2) if call.option(i, "?", False) else x for i, x in enumerate((left, right)))
+    a, b = (np.swapaxes(x, -1, -2) if call.read_option(i, "?", False) else x for i, x in enumerate((left, right)))
     call.check_size(*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     return np.asarray(np.matmul(a, b))
 
@@ -225,11 +225,11 @@ ELEMENTWISE = frozenset(_ELEMENTWISE)
 """Kinds that compute each element of the result from the same element of the operands, broadcast as in NumPy."""
 
 
-def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array, ...]:
+def move_elements(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array, ...]:
     """Return the results of an operator that moves elements, applied to ``arrays`` instead of its moved operands."""
     moved_operands = iter(arrays)
     operands = [
-        next(moved_operands) if i in LAYOUT[node.kind] else graph.integers(value).reshape(value.tensor.shape)
+        next(moved_operands) if i in LAYOUT[node.kind] else graph.read_small_integers(value).reshape(value.tensor.shape)
         for i, value in enumerate(node.inputs)
         if value is not None
     ]
@@ -240,9 +240,9 @@ def moved(graph: FlatGraph, node: Node, arrays: Iterable[Array]) -> tuple[Array,
 # Evaluation.
 
 
-def inputs_of(values: Sequence[Value]) -> frozenset[str]:
+def find_input_names(values: Sequence[Value]) -> frozenset[str]:
     """Return the names of the signature's inputs that ``values`` are computed from."""
-    return frozenset(v.input_name for start in values for v in ancestors(start) if v.input_name is not None)
+    return frozenset(v.input_name for start in values for v in walk_ancestors(start) if v.input_name is not None)
 
 
 def is_rounded(node: Node) -> bool:
@@ -250,14 +250,14 @@ def is_rounded(node: Node) -> bool:
     # The logarithm of a BOOL is exact on all hardware: −∞ or 0.
     if node.kind != "LOG":
         return node.kind in _ROUNDED_KINDS and node.outputs[0].tensor.type in FLOAT_TYPES
-    maker = node.operand(0).producer
-    return maker is None or maker.kind != "CAST" or maker.operand(0).tensor.type is not TensorType.BOOL
+    maker = node.get_operand(0).producer
+    return maker is None or maker.kind != "CAST" or maker.get_operand(0).tensor.type is not TensorType.BOOL
 
 
-def computes_with_rounded(graph: FlatGraph, values: Iterable[Value]) -> bool:
+def uses_rounded_results(graph: FlatGraph, values: Iterable[Value]) -> bool:
     """Return whether ``values`` are computed from rounded results (:func:`is_rounded`), not only moved or converted."""
     rounded = set[int]()
-    for node in _list_producers(graph, (source for value in values for source in ancestors(value))):
+    for node in _list_producers(graph, (source for value in values for source in walk_ancestors(value))):
         reads_rounded = any(id(operand) in rounded for operand in node.inputs)
         if reads_rounded and node.kind not in LAYOUT and node.kind not in CONVERSIONS:
             return True
@@ -293,7 +293,7 @@ def evaluate(
         RoleError: a value is read that nothing computes.
         FormatError: operands do not fit the operator.
     """
-    reached = {id(value): value for start in wanted for value in ancestors(start, frozenset(overrides))}
+    reached = {id(value): value for start in wanted for value in walk_ancestors(start, frozenset(overrides))}
     nodes = _list_producers(graph, (value for key, value in reached.items() if key not in overrides))
     samples = max(map(len, inputs.values()), default=1)
     largest = max((value.tensor.elements for value in reached.values() if value.depends), default=0)
@@ -307,7 +307,7 @@ def evaluate(
     ]
     varying = {name for name, array in inputs.items() if len(array) > 1}
     return [
-        _join_samples(pieces if varying & inputs_of([value]) else pieces[:1])
+        _join_samples(pieces if varying & find_input_names([value]) else pieces[:1])
         for value, pieces in zip(wanted, zip(*batches, strict=True), strict=True)
     ]
 
@@ -382,8 +382,8 @@ class _SampleBatch:
         if node.op.activation:
             raise call.refuse(f"has the fused activation {node.op.activation}")
         _check_few_bits(call)
-        operands = [self._read(node.operand(position)) for position in range(len(node.inputs))]
-        with computing(node.op.label):
+        operands = [self._read(node.get_operand(position)) for position in range(len(node.inputs))]
+        with convert_errors(node.op.label):
             results = _run_kernel(call, operands)
         if self.last_bits and is_rounded(node):
             seed = self.graph.execution_order[node]
@@ -487,7 +487,7 @@ def _move_records(call: Call, operands: list[Array], moved: tuple[int, ...]) -> 
 def _gather_per_sample(call: Call, table: Array, chosen: Array) -> Array:
     """Return what each sample gathers from one shared table: the samples become the first axis of the indices."""
     picked = KERNELS["GATHER"](Call(call.graph, call.node), table[..., 0], np.moveaxis(chosen, -1, 0))
-    return np.moveaxis(picked, call.option(0, "i") % (table.ndim - 1), -1)
+    return np.moveaxis(picked, call.read_option(0, "i") % (table.ndim - 1), -1)
 
 
 def _read_constant(graph: FlatGraph, tensor: Tensor) -> Array:
@@ -499,7 +499,7 @@ def _read_constant(graph: FlatGraph, tensor: Tensor) -> Array:
         raise UnsupportedError(f"{tensor.label} is too large, or sparse: no drafter computes with such a constant.")
     if tensor.type in FLOAT_TYPES:
         # Infinities are legal here: a masked score may be −∞, a table of divisors may hold ∞.
-        return widened(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)
+        return widen_floats(graph.model.locate(tensor).read(), tensor.type).reshape(tensor.shape)
     if quantization is not None and (quantization.scales.count or quantization.blockwise):
         return read_floats(graph.model, tensor)
     if kind is None:

@@ -84,7 +84,7 @@ class Expr:
         return dict(sorted(self.parts[0], key=lambda part: part[0].number))
 
     @property
-    def chosen(self) -> Ids:
+    def element_ids(self) -> Ids:
         """The indices of the elements that a part takes."""
         return np.frombuffer(self.parts[1], np.int64)
 
@@ -109,25 +109,25 @@ class Expressions:
 
     def __init__(self) -> None:
         self.exprs: dict[tuple[Any, ...], Expr] = {}
-        self.one = self.product({}, 1)
+        self.one = self.make_product({}, 1)
 
-    def expr(self, kind: str, *parts: Any, size: int) -> Expr:
+    def make_expr(self, kind: str, *parts: Any, size: int) -> Expr:
         key = kind, *parts
         if key not in self.exprs:
             self.exprs[key] = Expr(kind, parts, size, len(self.exprs))
         return self.exprs[key]
 
-    def vector(self, kind: str, *parts: Any, size: int) -> Term:
+    def make_vector(self, kind: str, *parts: Any, size: int) -> Term:
         """Return a new expression as a term with its elements in order."""
-        return Term(1.0, self.expr(kind, *parts, size=size), np.arange(size))
+        return Term(1.0, self.make_expr(kind, *parts, size=size), np.arange(size))
 
-    def product(self, powers: Mapping[Expr, float], size: int) -> Expr:
+    def make_product(self, powers: Mapping[Expr, float], size: int) -> Expr:
         remaining = {expr: power for expr, power in powers.items() if power}
         if list(remaining.values()) == [1]:
             return next(iter(remaining))
-        return self.expr("product", frozenset(remaining.items()), size=size)
+        return self.make_expr("product", frozenset(remaining.items()), size=size)
 
-    def number(self, number: float, *constants: Value) -> Term:
+    def make_number(self, number: float, *constants: Value) -> Term:
         """Return a number as a term, with the constants that it was computed from."""
         return Term(number, self.one, np.zeros((), np.int64), constants)
 
@@ -136,15 +136,15 @@ class Expressions:
     def is_constant(self, form: object) -> bool:
         return isinstance(form, Term) and (form.expr is self.one or form.expr.kind == "weight")
 
-    def number_of(self, form: object) -> float | None:
+    def get_number(self, form: object) -> float | None:
         """Return the number that a constant holds; None if ``form`` is anything else."""
         return form.factor if isinstance(form, Term) and form.expr is self.one else None
 
-    def numbers_of(self, graph: FlatGraph, term: Term) -> Doubles:
+    def read_constant(self, graph: FlatGraph, term: Term) -> Doubles:
         """Return the numbers of a constant in its own shape."""
         if term.expr is self.one:
             return np.full(term.ids.shape, term.factor)
-        stored = graph.floats(term.expr.parts[0]).astype(np.float64)
+        stored = graph.read_small_floats(term.expr.parts[0]).astype(np.float64)
         return np.asarray(term.factor * stored[term.ids])
 
     # Arithmetic, element by element.
@@ -154,7 +154,7 @@ class Expressions:
         powers = left.powers
         for expr, power in right.powers.items():
             powers[expr] = powers.get(expr, 0.0) + power
-        expr = self.product(powers, max(left.size, right.size))
+        expr = self.make_product(powers, max(left.size, right.size))
         if expr is self.one and left is not self.one:
             raise UnreadableError("divides a value by itself")
         # Keep the constants only if they are factors of the complete product.
@@ -171,9 +171,9 @@ class Expressions:
             raise UnreadableError("adds zero or an infinite number, or subtracts a value from itself")
         if len(factors) == 1:
             return Term(factors[left], left, ids)
-        return Term(1.0, self.expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)
+        return Term(1.0, self.make_expr("sum", frozenset(factors.items()), size=max(left.size, right.size)), ids)
 
-    def power(self, term: Term, exponent: float) -> Term:
+    def raise_to(self, term: Term, exponent: float) -> Term:
         """Return ``term ** exponent``; a root or a reciprocal requires a term that is always positive, such as a mean
         of squares plus an epsilon, and is refused otherwise.
         """
@@ -181,7 +181,7 @@ class Expressions:
         if not exponent or ((exponent != int(exponent) or exponent < 0) and not is_positive):
             raise UnreadableError("takes a root or a reciprocal of a value that may be negative")
         powers = {expr: power * exponent for expr, power in term.expr.powers.items()}
-        return Term(term.factor**exponent, self.product(powers, term.expr.size), term.ids)
+        return Term(term.factor**exponent, self.make_product(powers, term.expr.size), term.ids)
 
     def is_positive(self, expr: Expr) -> bool:
         """Return whether the expression is a sum of even powers and a positive number."""
@@ -195,10 +195,10 @@ class Expressions:
         others = [term for term in expr.terms if term not in squares]
         return others == [self.one] and all(factor > 0 for factor in expr.terms.values())
 
-    def groups(self, term: Term, width: int, *, mean: bool) -> Term:
+    def sum_groups(self, term: Term, width: int, *, mean: bool) -> Term:
         """Return the sum, or the mean, of each ``width`` elements in a row."""
         count = term.expr.size // width
-        expr = self.expr("groups", term.expr, width, size=count)
+        expr = self.make_expr("groups", term.expr, width, size=count)
         return Term(term.factor / (width if mean else 1), expr, np.arange(count), term.numbers)
 
     # Elements.
@@ -218,7 +218,7 @@ class Expressions:
 
         # The larger vector is the leader: it keeps its order, and the elements of the other are taken in that order.
         leader, order, led_ids = self._order_by_leader(term.expr, ids.reshape(-1))
-        return leader, self.part(other.expr, other_ids.reshape(-1)[order]), led_ids.reshape(ids.shape)
+        return leader, self.take_elements(other.expr, other_ids.reshape(-1)[order]), led_ids.reshape(ids.shape)
 
     def _order_by_leader(self, leader: Expr, ids: Ids) -> tuple[Expr, Ids, Ids]:
         """Return the leading vector (``leader`` if ``ids`` hold each of its elements once, else the part that they
@@ -227,30 +227,30 @@ class Expressions:
         if np.array_equal(np.sort(ids), np.arange(leader.size)):
             return leader, np.argsort(ids), ids
         in_order = np.arange(ids.size)
-        return self.part(leader, ids), in_order, in_order
+        return self.take_elements(leader, ids), in_order, in_order
 
-    def part(self, expr: Expr, ids: Ids) -> Expr:
+    def take_elements(self, expr: Expr, ids: Ids) -> Expr:
         """Return the elements ``ids`` of ``expr`` as a vector of their own."""
         if expr is self.one or (ids.size == expr.size and (ids == np.arange(expr.size)).all()):
             return expr
         if expr.kind == "product":
-            return self.product({self.part(e, ids): power for e, power in expr.powers.items()}, ids.size)
+            return self.make_product({self.take_elements(e, ids): power for e, power in expr.powers.items()}, ids.size)
         count, rest = divmod(ids.size, expr.size)
         if count and not rest:
             indices = np.arange(ids.size)
             for kind, repeated in (("each", indices // count), ("tiled", indices % expr.size)):
                 if (ids == repeated).all():
-                    return self.expr(kind, expr, count, size=ids.size)
+                    return self.make_expr(kind, expr, count, size=ids.size)
         if expr.kind == "part":
-            return self.part(expr.parts[0], expr.chosen[ids])
-        return self.expr("part", expr, np.ascontiguousarray(ids, np.int64).tobytes(), size=ids.size)
+            return self.take_elements(expr.parts[0], expr.element_ids[ids])
+        return self.make_expr("part", expr, np.ascontiguousarray(ids, np.int64).tobytes(), size=ids.size)
 
-    def origin(self, expr: Expr, ids: Ids) -> tuple[Expr, Ids]:
+    def find_origin(self, expr: Expr, ids: Ids) -> tuple[Expr, Ids]:
         """Return the expression that a part or a repetition was made of, and its elements for the elements ``ids``."""
         while expr.kind in ("part", "each", "tiled"):
             inner = expr.parts[0]
             if expr.kind == "part":
-                ids = expr.chosen[ids]
+                ids = expr.element_ids[ids]
             else:
                 ids = ids // expr.parts[1] if expr.kind == "each" else ids % inner.size
             expr = inner

@@ -118,7 +118,7 @@ class Node:
         """Builtin name; ``COMPOSITE:name`` for a composite without a body, ``CUSTOM:code`` for a custom op."""
         return self.op.kind if self.op.composite is None else f"COMPOSITE:{self.op.composite}"
 
-    def operand(self, position: int) -> Value:
+    def get_operand(self, position: int) -> Value:
         """Return input ``position``; raise RoleError if the operator lacks it."""
         value = self.inputs[position] if position < len(self.inputs) else None
         if value is None:
@@ -150,14 +150,14 @@ class FlatGraph:
         """Node → its index in :attr:`nodes`."""
         return {node: place for place, node in enumerate(self.nodes)}
 
-    def floats(self, value: Value) -> npt.NDArray[np.float32]:
+    def read_small_floats(self, value: Value) -> npt.NDArray[np.float32]:
         """Return a small constant as float32 ``[elements]``, dequantized if it holds codes; raise UnsupportedError if
         it is too large or its type holds no numbers.
         """
         self._charge_budget(value)
         return read_floats(self.model, value.tensor).reshape(-1)
 
-    def integers(self, value: Value) -> npt.NDArray[Any]:
+    def read_small_integers(self, value: Value) -> npt.NDArray[Any]:
         """Return a small integer or bool constant ``[elements]`` in its own type; raise UnsupportedError otherwise."""
         self._charge_budget(value)
         dtype = _INTEGERS.get(value.tensor.type)
@@ -291,7 +291,7 @@ class _Builder:
         if _EPSILON in attributes:
             self.epsilons[op.label] = attributes[_EPSILON]
         if op.composite == RUNTIME_BMM and len(inputs) > 1 and inputs[1] is not None and _SCALE in attributes:
-            self.cache_scales.append((op, attributes[_SCALE], source_through(inputs[1], _KEEP_NUMBERS).tensor))
+            self.cache_scales.append((op, attributes[_SCALE], find_source(inputs[1], _KEEP_NUMBERS).tensor))
 
     def _read_attributes(self, op: Operator) -> Mapping[str, float]:
         """Return the numbers in a composite's attributes that are used here; shared attributes are read once."""
@@ -403,7 +403,7 @@ def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
     if same and inner.type not in FLOAT_TYPES:
         quantizations = [tensor.quantization for tensor in (inner, outer) if tensor.quantization is not None]
         if len(quantizations) == 2:
-            same = quantizations[0].same_scales(quantizations[1])
+            same = quantizations[0].has_same_scales(quantizations[1])
         else:
             same = all(q.scales.count == q.zero_points.count == 0 for q in quantizations)
     if not same:
@@ -425,7 +425,7 @@ def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
     )
 
 
-def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
+def walk_ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Value]:
     """Yield ``start`` and all values before it, once each; stop at values whose ``id`` is in ``stops``."""
     visited, queue = {id(start)}, [start]
     while queue:
@@ -437,8 +437,8 @@ def ancestors(start: Value, stops: frozenset[int] = frozenset()) -> Iterator[Val
                 queue.append(source)
 
 
-def source_through(value: Value, kinds: Collection[str]) -> Value:
+def find_source(value: Value, kinds: Collection[str]) -> Value:
     """Return the value that operators of ``kinds`` turned into ``value``: the first operand of the first of them."""
     while value.producer is not None and value.producer.kind in kinds:
-        value = value.producer.operand(0)
+        value = value.producer.get_operand(0)
     return value

@@ -35,7 +35,7 @@ CacheAxes = tuple[int | None, int, int]
 """Axes of a cache's shape: KV heads (None if there is only one), slots and dimensions."""
 
 
-def heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
+def read_heads_and_width(shape: Sequence[int], axes: CacheAxes) -> tuple[int, int]:
     """Return how many KV heads a cache has, and how many dimensions each."""
     return 1 if axes[0] is None else shape[axes[0]], shape[axes[2]]
 
@@ -121,7 +121,7 @@ class ScoreView:
 
     @property
     def slot_axis(self) -> int:
-        return self.view.only("slot")
+        return self.view.find_axis("slot")
 
     def replace_tree(self, tree: MaskTree, view: View) -> ScoreView:
         """Return the score with another mask tree and view.
@@ -137,7 +137,7 @@ class ScoreView:
             )
         return ScoreView("score", replace(self.scores, tree=tree), view)
 
-    def clipped(self, lowest: float, highest: float) -> ScoreView:
+    def clip(self, lowest: float, highest: float) -> ScoreView:
         """Return the score after quantization to a range; before any mask, the mask tree stays as it is."""
         if self.stage != "score" or isinstance(self.scores.tree, Score):
             return self
@@ -186,7 +186,7 @@ which is large or holds no numbers.
 """
 
 
-def operand_shape(operand: Operand) -> tuple[int, ...]:
+def get_operand_shape(operand: Operand) -> tuple[int, ...]:
     if isinstance(operand, Cache | ScoreView):
         return operand.view.shape
     if isinstance(operand, QueryTerms):
@@ -195,7 +195,7 @@ def operand_shape(operand: Operand) -> tuple[int, ...]:
 
 
 def broadcast_shape(operands: Sequence[Operand]) -> tuple[int, ...]:
-    return np.broadcast_shapes(*map(operand_shape, operands))
+    return np.broadcast_shapes(*map(get_operand_shape, operands))
 
 
 @dataclass(eq=False)

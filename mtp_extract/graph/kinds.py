@@ -14,7 +14,7 @@ OWN_CACHES_SIGNATURE = "draft"
 _ROTATION = re.compile(r"(^|_)(cos|sin|rope)(_|$)")
 
 
-def another_kind(reason: str) -> str:
+def describe_other_kind(reason: str) -> str:
     """Return the end of a message that refuses a drafter of another kind."""
     return (
         f"a drafter of another kind ({reason}), which this release does not read. It reads drafters of Gemma 4 for CPU "
@@ -36,7 +36,7 @@ def require_kind(graph: FlatGraph) -> None:
     else:
         reason = _find_ring_buffers(graph)
     if reason is not None:
-        raise AnotherKindError(f"The signature {escape(graph.signature.key)!r} is {another_kind(reason)}")
+        raise AnotherKindError(f"The signature {escape(graph.signature.key)!r} is {describe_other_kind(reason)}")
 
 
 def _find_ring_buffers(graph: FlatGraph) -> str | None:

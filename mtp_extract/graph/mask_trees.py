@@ -1,7 +1,7 @@
 """What masks do to a score: a tree of the operators between query · K and the softmax.
 
 A mask acts slot by slot: it keeps or replaces the score of a slot, and adds numbers to it. So the numbers of the leaves
-at a slot decide what becomes of the score there, and :meth:`MaskTree.effect` computes that for many cases at once.
+at a slot decide what becomes of the score there, and :meth:`MaskTree.compute_effect` computes that for many cases.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Effect:
 class MaskTree:
     """A number for each slot, computed of the score, masks and the position."""
 
-    def effect(self, cases: Cases) -> Effect:
+    def compute_effect(self, cases: Cases) -> Effect:
         raise NotImplementedError
 
     def list_parts(self) -> list[MaskTree]:
@@ -102,7 +102,7 @@ class MaskTree:
 class Score(MaskTree):
     """The score itself, query · K."""
 
-    def effect(self, cases: Cases) -> Effect:
+    def compute_effect(self, cases: Cases) -> Effect:
         return Effect(np.ones(cases.shape, bool), np.zeros(cases.shape), np.zeros(cases.shape, bool))
 
 
@@ -112,12 +112,12 @@ SCORE = Score()
 class Leaf(MaskTree):
     """A number for each slot that does not depend on the score."""
 
-    def numbers(self, cases: Cases) -> Doubles:
+    def read_numbers(self, cases: Cases) -> Doubles:
         """Return the number of each slot, ``[samples, slots]``."""
         raise NotImplementedError
 
-    def effect(self, cases: Cases) -> Effect:
-        return Effect(np.zeros(cases.shape, bool), self.numbers(cases), np.zeros(cases.shape, bool))
+    def compute_effect(self, cases: Cases) -> Effect:
+        return Effect(np.zeros(cases.shape, bool), self.read_numbers(cases), np.zeros(cases.shape, bool))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class MaskNumber(Leaf):
 
     number: float
 
-    def numbers(self, cases: Cases) -> Doubles:
+    def read_numbers(self, cases: Cases) -> Doubles:
         return np.full(cases.shape, float(self.number))
 
 
@@ -137,7 +137,7 @@ class MaskValue(Leaf):
     value: Value
     slot_axis: int | None
 
-    def numbers(self, cases: Cases) -> Doubles:
+    def read_numbers(self, cases: Cases) -> Doubles:
         array = cases.numbers[id(self.value)]
         if self.slot_axis is None:
             by_slot = array.reshape(len(array), -1, 1)
@@ -158,9 +158,9 @@ class Add(MaskTree):
     leaf: Leaf
     sign: float
 
-    def effect(self, cases: Cases) -> Effect:
-        before = self.tree.effect(cases)
-        after = replace(before, offset=before.offset + self.sign * self.leaf.numbers(cases))
+    def compute_effect(self, cases: Cases) -> Effect:
+        before = self.tree.compute_effect(cases)
+        after = replace(before, offset=before.offset + self.sign * self.leaf.read_numbers(cases))
         return replace(after, lost=before.lost | after.scored & ~after.is_seen)
 
 
@@ -172,9 +172,9 @@ class Select(MaskTree):
     yes: MaskTree
     no: MaskTree
 
-    def effect(self, cases: Cases) -> Effect:
-        chosen = self.condition.numbers(cases) != 0
-        return self.yes.effect(cases).select(chosen, self.no.effect(cases))
+    def compute_effect(self, cases: Cases) -> Effect:
+        chosen = self.condition.read_numbers(cases) != 0
+        return self.yes.compute_effect(cases).select(chosen, self.no.compute_effect(cases))
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,8 +185,8 @@ class InWindow(MaskTree):
     window: SlotWindow
     elsewhere: MaskNumber
 
-    def effect(self, cases: Cases) -> Effect:
-        return self.tree.effect(cases).select(cases.within[self.window], self.elsewhere.effect(cases))
+    def compute_effect(self, cases: Cases) -> Effect:
+        return self.tree.compute_effect(cases).select(cases.within[self.window], self.elsewhere.compute_effect(cases))
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +197,8 @@ class Clipped(MaskTree):
     lowest: float
     highest: float
 
-    def effect(self, cases: Cases) -> Effect:
-        before = self.tree.effect(cases)
+    def compute_effect(self, cases: Cases) -> Effect:
+        before = self.tree.compute_effect(cases)
         # Clipping hardly changes a visible score, and leaves a hidden one at an end of the range.
         clipped = np.clip(before.offset, self.lowest, self.highest)
         return replace(before, offset=np.where(before.is_seen, before.offset, clipped))

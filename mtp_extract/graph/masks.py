@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.graph.call import NUMPY_TYPES, Array, refused
-from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, inputs_of, is_rounded
+from mtp_extract.graph.call import NUMPY_TYPES, Array, build_refusal
+from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, find_input_names, is_rounded
 from mtp_extract.graph.expressions import Ids
-from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, ancestors
+from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, walk_ancestors
 from mtp_extract.graph.forms import Attention, OutputGuard
 from mtp_extract.graph.mask_trees import Bools, Cases, SlotWindow
 from mtp_extract.graph.positions import Positions, fill_input
@@ -74,10 +74,10 @@ class Masks:
         self.slots = positions.slots
         self._lines: dict[int, Line | None] = {}
 
-    def window(self, attention: Attention) -> int | None:
+    def count_visible_slots(self, attention: Attention) -> int | None:
         """Return how many slots the query at the last position sees if mask inputs show all; None if it sees all."""
         cases = self.build_cases(attention, np.array([self.slots - 1]), {})
-        effect = attention.scores.tree.effect(cases)
+        effect = attention.scores.tree.compute_effect(cases)
         finite = effect.offset[np.isfinite(effect.offset)]
         visible = effect.scored & (effect.offset >= finite.max(initial=-np.inf) - 1)
         if attention.window is not None:
@@ -85,7 +85,9 @@ class Masks:
         count = int(visible.sum())
         return count if 0 < count < self.slots and visible[0, -count:].all() else None
 
-    def each_case(self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow]) -> Iterator[Cases]:
+    def enumerate_cases(
+        self, attention: Attention, positions: Ids, either: Sequence[str | SlotWindow]
+    ) -> Iterator[Cases]:
         """Yield cases of every position, combined with both contents of everything in ``either``.
 
         A mask input in ``either`` shows all slots or hides all; a window contains all slots or none, whatever the
@@ -108,8 +110,8 @@ class Masks:
         """
         values = attention.mask_values
         contents = {name: free.get(name, np.ones((at.size, 1), bool)) for name in (MASK, MASK_LOCAL)}
-        needed = inputs_of(values)
-        inputs = self.positions.fed(needed, at)
+        needed = find_input_names(values)
+        inputs = self.positions.fill_inputs(needed, at)
         inputs |= {name: self._fill_mask(name, contents[name], at.size) for name in needed & set(contents)}
         self._check_slot_by_slot(values)
         _check_exact(values)
@@ -143,14 +145,14 @@ class Masks:
 
     def _check_slot_by_slot(self, masks: Sequence[Value]) -> None:
         """Raise UnsupportedError if an operator on the way to ``masks`` combines slots of a mask, or moves them."""
-        for value in itertools.chain.from_iterable(map(ancestors, masks)):
+        for value in itertools.chain.from_iterable(map(walk_ancestors, masks)):
             node = value.producer
             if not value.depends & Depends.MASK:
                 continue
             if not self._is_by_slot(value):
                 raise UnsupportedError(f"{value.label} is a mask whose last axis is not that of the slots.")
             if node is not None and not (node.kind in ELEMENTWISE or self._keeps_slots(node)):
-                raise refused(
+                raise build_refusal(
                     node,
                     "combines slots of a mask, or moves them; a drafter's masks act slot by slot.",
                 )
@@ -168,7 +170,7 @@ class Masks:
 
     # Rows that are equal up to a shift.
 
-    def rows_are_alike(self, values: Iterable[Value]) -> bool:
+    def are_rows_alike(self, values: Iterable[Value]) -> bool:
         """Return whether every row of the masks ``values`` equals the first, shifted."""
         return all(self._find_line(value) in (SHIFTED, UNIFORM) for value in values)
 
@@ -185,7 +187,7 @@ class Masks:
             # A few numbers that have no axis of slots, such as the position itself.
             if value.tensor.elements > _MOST_NUMBERS or value.depends & ~Depends.POSITION:
                 return None
-            slope = _find_slope(self.positions.table(value).T)
+            slope = _find_slope(self.positions.compute_table(value).T)
             return None if slope is None else Line(slope, 0)
         if value.producer is None:
             return SHIFTED if value.depends == Depends.MASK else None
@@ -201,13 +203,15 @@ class Masks:
         is_float = tensor.type in FLOAT_TYPES
         if not self._is_by_slot(value) or (tensor.type in NUMBER_TYPES and not is_float):
             return None
-        numbers = self.graph.floats(value) if is_float else self.graph.integers(value).astype(np.int64)
+        numbers = (
+            self.graph.read_small_floats(value) if is_float else self.graph.read_small_integers(value).astype(np.int64)
+        )
         slope = _find_slope(numbers.reshape(-1, self.slots))
         return None if slope is None else Line(0, slope)
 
     def _move_line(self, node: Node) -> Line | None:
         """Return the line after an operator that moves elements, if slots stay or one number is repeated for each."""
-        repeats = node.kind == "BROADCAST_TO" and node.operand(0).tensor.shape[-1:] in ((), (1,))
+        repeats = node.kind == "BROADCAST_TO" and node.get_operand(0).tensor.shape[-1:] in ((), (1,))
         if not (repeats or self._keeps_slots(node)):
             return None
         places = LAYOUT[node.kind]
@@ -231,9 +235,9 @@ class Masks:
 
 def _check_exact(values: Sequence[Value]) -> None:
     """Raise UnsupportedError if ``values`` depend on a result that hardware rounds in different ways."""
-    for value in itertools.chain.from_iterable(map(ancestors, values)):
+    for value in itertools.chain.from_iterable(map(walk_ancestors, values)):
         if value.producer is not None and is_rounded(value.producer):
-            raise refused(value.producer, "decides a mask by a number that hardware rounds in ways of its own.")
+            raise build_refusal(value.producer, "decides a mask by a number that hardware rounds in ways of its own.")
 
 
 def _combine_lines(node: Node, first: Line, last: Line) -> Line | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.call import NUMPY_TYPES, Array, Call, has_few_bits
-from mtp_extract.graph.evaluate import evaluate, inputs_of
+from mtp_extract.graph.evaluate import evaluate, find_input_names
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR, Depends, FlatGraph, Value
 from mtp_extract.litertlm.tflite import TensorType
@@ -41,19 +41,19 @@ class Positions:
         self._by_key: dict[tuple[object, ...], Value] = {}
         self._canonical: dict[int, Value] = {}
 
-    def table(self, value: Value) -> npt.NDArray[Any]:
+    def compute_table(self, value: Value) -> npt.NDArray[Any]:
         """Return ``value`` at every position, ``[positions, elements]``: int64 for integers, else float64. Raise
         UnsupportedError if it has too many elements or does not depend on the position alone.
         """
         if value.depends & ~Depends.POSITION or value.tensor.elements > _MOST_NUMBERS:
             raise UnsupportedError(f"{value.label} is too large, or does not depend on the position alone.")
         if id(value) not in self._tables:
-            pieces = [numbers for _, (numbers,) in self.at(np.arange(self.slots), [value])]
+            pieces = [numbers for _, (numbers,) in self.evaluate_in_batches(np.arange(self.slots), [value])]
             table = np.concatenate(pieces)
             self._tables[id(value)] = table.astype(np.int64 if table.dtype.kind in "iu" else np.float64)
         return self._tables[id(value)]
 
-    def window(self, first_slots: npt.NDArray[Any]) -> int:
+    def register_window(self, first_slots: npt.NDArray[Any]) -> int:
         """Return the index in :attr:`first_slots` of a table ``[positions]``, which is added if it is new."""
         first_slots = first_slots.astype(np.int64)
         for number, table in enumerate(self.first_slots):
@@ -62,7 +62,7 @@ class Positions:
         self.first_slots.append(first_slots)
         return len(self.first_slots) - 1
 
-    def elements(self, value: Value) -> Ids:
+    def number_elements(self, value: Value) -> Ids:
         """Return the numbers of the elements of a value that rotates queries; values computed alike share them."""
         value = self._find_first_equal(value)
         if id(value) not in self._first_number:
@@ -71,9 +71,9 @@ class Positions:
             self.count += value.tensor.elements
         return self._first_number[id(value)] + np.arange(value.tensor.elements).reshape(value.tensor.shape)
 
-    def values_of(self, elements: Ids) -> list[Value]:
+    def find_values(self, elements: Ids) -> list[Value]:
         """Return the values that have an element with one of these numbers."""
-        return [value for value in self.rotating if np.isin(self.elements(value), elements).any()]
+        return [value for value in self.rotating if np.isin(self.number_elements(value), elements).any()]
 
     def _find_first_equal(self, value: Value) -> Value:
         """Return the first value that is computed alike: every layer computes the same RoPE tables again."""
@@ -91,11 +91,11 @@ class Positions:
             return (tensor.type, *tensor.shape, bytes(self.graph.model.locate(tensor).read())) if small else None
         if node is None or node.kind not in _COMPARED:
             return None
-        axis = Call(self.graph, node).option(0, "i") if node.kind == "CONCATENATION" else None
+        axis = Call(self.graph, node).read_option(0, "i") if node.kind == "CONCATENATION" else None
         operands = (None if v is None else id(self._find_first_equal(v)) for v in node.inputs)
         return tensor.type, *tensor.shape, node.kind, node.op.activation, axis, *operands
 
-    def fed(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
+    def fill_inputs(self, needed: frozenset[str], positions: Ids) -> dict[str, Array]:
         """Return the position inputs among ``needed`` as runtimes fill them, ``[positions, *shape]`` each: the
         position, or the slots to write and read, ``[start, end, end]``, and zeros.
         """
@@ -107,15 +107,15 @@ class Positions:
             filled[name] = fill_input(value, numbers)
         return filled
 
-    def at(
+    def evaluate_in_batches(
         self, positions: Ids, values: Sequence[Value], *, last_bits: int = 0
     ) -> Iterator[tuple[Ids, list[npt.NDArray[np.float32]]]]:
         """Yield batches of ``positions``, each with ``values`` at these positions, ``[positions, elements]`` each."""
-        needed = inputs_of(values)
+        needed = find_input_names(values)
         step = max(1, _NUMBERS_AT_ONCE // max(v.tensor.elements for v in values))
         for begin in range(0, positions.size, step):
             batch = positions[begin : begin + step]
-            arrays = evaluate(self.graph, self.fed(needed, batch), values, last_bits=last_bits)
+            arrays = evaluate(self.graph, self.fill_inputs(needed, batch), values, last_bits=last_bits)
             yield batch, [np.broadcast_to(m.reshape(len(m), -1), (batch.size, m[0].size)) for m in arrays]
 
 
@@ -142,7 +142,7 @@ def count_cache_slots(graph: FlatGraph) -> int:
     UnsupportedError if that is too large.
     """
     masks = [value.tensor.shape for name, value in graph.inputs.items() if is_mask(name) and value.tensor.shape]
-    caches = caches_of(graph.inputs)
+    caches = find_caches(graph.inputs)
     shared = set.intersection(*(set(value.tensor.shape) for value in caches.values())) if caches else {1}
     slots = masks[0][-1] if masks else max(shared, default=1)
     if not 0 < slots <= _MOST_SLOTS:
@@ -150,7 +150,7 @@ def count_cache_slots(graph: FlatGraph) -> int:
     return slots
 
 
-def caches_of(inputs: Mapping[str, Value]) -> dict[str, Value]:
+def find_caches(inputs: Mapping[str, Value]) -> dict[str, Value]:
     """Return the inputs that hold K or V: those with four axes that hold floats or codes and are no mask."""
     return {
         name: value

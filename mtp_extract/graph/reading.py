@@ -14,28 +14,28 @@ from dataclasses import replace
 import numpy as np
 
 from mtp_extract.errors import MtpExtractError, RoleError, UnsupportedError
-from mtp_extract.graph.attention import read_inside
+from mtp_extract.graph.attention import read_attention_operator
 from mtp_extract.graph.call import (
     CONVERSIONS,
     REDUCTIONS,
     SELECTIONS,
     Call,
-    activation_scale,
-    axis_of,
-    computing,
+    build_refusal,
+    convert_errors,
+    find_representable_range,
     has_few_bits,
     holds_codes,
-    ints,
     keeps_numbers,
-    range_of_codes,
-    refused,
+    read_activation_scale,
+    read_ints,
+    resolve_axis,
 )
-from mtp_extract.graph.evaluate import KERNELS, LAYOUT, computes_with_rounded, evaluate, moved
+from mtp_extract.graph.evaluate import KERNELS, LAYOUT, evaluate, move_elements, uses_rounded_results
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Term, UnreadableError
-from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, ancestors, source_through
-from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, operand_shape
-from mtp_extract.graph.matrices import PRODUCT, product_of, weight_of
-from mtp_extract.graph.positions import caches_of
+from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, find_source, walk_ancestors
+from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, get_operand_shape
+from mtp_extract.graph.matrices import PRODUCT, compute_product_shape, find_weight
+from mtp_extract.graph.positions import find_caches
 from mtp_extract.graph.views import View
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import TensorType
@@ -63,7 +63,7 @@ _LARGEST_CONSTANT = 1 << 17
 _ROUNDING_TOLERANCE = 1e-5
 """Relative change of a computed constant that is allowed when last bits of intermediate results change."""
 _LARGEST_AXIS = 1 << 20
-_MOST_TOLD_APART = 1 << 20
+_MOST_TRACKED_ELEMENTS = 1 << 20
 """Elements of the largest value that is followed element by element, unless reading is strict; caches are larger."""
 
 
@@ -75,7 +75,7 @@ def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True)
     reading = ReadGraph(graph, strict)
     try:
         _read_inputs(reading)
-        needed = {id(value.producer) for name in outputs for value in ancestors(graph.outputs[name])}
+        needed = {id(value.producer) for name in outputs for value in walk_ancestors(graph.outputs[name])}
         for node in graph.nodes:
             if id(node) in needed and any(v is not None and v.depends & Depends.DATA for v in node.inputs):
                 reading.current = node
@@ -90,7 +90,7 @@ def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True)
 
 def _read_inputs(reading: ReadGraph) -> None:
     inputs = reading.graph.inputs
-    caches = caches_of(inputs)
+    caches = find_caches(inputs)
     # Refuses caches with too many slots before anything is allocated for them.
     _ = reading.positions
     for name, value in inputs.items():
@@ -99,23 +99,23 @@ def _read_inputs(reading: ReadGraph) -> None:
         if is_data and shape and not 0 < min(shape) <= max(shape) <= _LARGEST_AXIS:
             raise UnsupportedError(f"The input {value.label} is empty, or larger than any input of a drafter.")
         if name in caches and reading.strict:
-            reading.forms[id(value)] = Cache(name, View.of_shape(range(4), shape))
+            reading.forms[id(value)] = Cache(name, View.from_shape(range(4), shape))
         elif _is_too_large(reading, value):
             reading.forms[id(value)] = _make_undivided_term(reading, "input", value, name)
         elif is_data and value.consumers:
             if has_few_bits(value.tensor):
                 reading.rounded.append(value)
-            _store_form(reading, value, reading.expressions.vector("input", name, size=value.tensor.elements))
+            _store_form(reading, value, reading.expressions.make_vector("input", name, size=value.tensor.elements))
 
 
 def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     try:
-        with computing(node.op.label):
+        with convert_errors(node.op.label):
             forms = _compute_forms(reading, node)
     except UnreadableError as why:
         if not reading.strict:
             return tuple(_make_unread_term(reading, value, str(why)) for value in node.outputs)
-        raise refused(node, f"{why}; this release knows no drafter with such an operator there.") from None
+        raise build_refusal(node, f"{why}; this release knows no drafter with such an operator there.") from None
     if node.kind not in LAYOUT:
         reading.rounded += [value for value in node.outputs if has_few_bits(value.tensor)]
     return forms
@@ -123,8 +123,8 @@ def _read_operator(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
 
 def _compute_forms(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     if any(value is not None and _is_too_large(reading, value) for value in (*node.inputs, *node.outputs)):
-        raise UnreadableError(f"computes with more than {_MOST_TOLD_APART} elements at once")
-    if node.kind == PRODUCT and not node.operand(1).depends:
+        raise UnreadableError(f"computes with more than {_MOST_TRACKED_ELEMENTS} elements at once")
+    if node.kind == PRODUCT and not node.get_operand(1).depends:
         return (_multiply_matrix(reading, node),)
     _check_operands(node)
     places = _list_number_operands(node)
@@ -133,7 +133,7 @@ def _compute_forms(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
     if not all(isinstance(reading.forms.get(id(value)), Term) for value in node.inputs if value and value.depends):
         if not reading.strict:
             raise UnreadableError("brings an activation together with a mask or the position")
-        return read_inside(reading, node, operands)
+        return read_attention_operator(reading, node, operands)
     if node.op.activation:
         raise UnreadableError("cuts off an activation by its fused function")
 
@@ -153,19 +153,19 @@ def _compute_forms(reading: ReadGraph, node: Node) -> tuple[Form, ...]:
 
 
 def _is_too_large(reading: ReadGraph, value: Value) -> bool:
-    return not reading.strict and bool(value.depends & Depends.DATA) and value.tensor.elements > _MOST_TOLD_APART
+    return not reading.strict and bool(value.depends & Depends.DATA) and value.tensor.elements > _MOST_TRACKED_ELEMENTS
 
 
 def _make_undivided_term(reading: ReadGraph, kind: str, value: Value, *parts: object) -> Term:
     """Return a term whose element numbers are all −1; no operator on it can be read."""
-    expr = reading.expressions.expr(kind, *parts, size=value.tensor.elements)
+    expr = reading.expressions.make_expr(kind, *parts, size=value.tensor.elements)
     return Term(1.0, expr, np.broadcast_to(np.int64(-1), value.tensor.shape))
 
 
 def _make_unread_term(reading: ReadGraph, value: Value, why: str) -> Term:
     if _is_too_large(reading, value):
         return _make_undivided_term(reading, "unread", value, value, why)
-    term = reading.expressions.vector("unread", value, why, size=value.tensor.elements)
+    term = reading.expressions.make_vector("unread", value, why, size=value.tensor.elements)
     return replace(term, ids=term.ids.reshape(value.tensor.shape))
 
 
@@ -183,18 +183,18 @@ def _store_form(reading: ReadGraph, value: Value, form: Form) -> None:
                 reading.first.setdefault(form.expr, (value, form.factor))
                 if form.numbers:
                     reading.scaled.setdefault(form.expr, []).append((form, value))
-        elif isinstance(form, ScoreView) and (ends := range_of_codes(value.tensor)):
-            form = form.clipped(*ends)
+        elif isinstance(form, ScoreView) and (ends := find_representable_range(value.tensor)):
+            form = form.clip(*ends)
     reading.forms[id(value)] = form
 
 
 def _check_storage(reading: ReadGraph, value: Value, form: Form) -> None:
     """Raise if the tensor of ``value`` has another shape than ``form``, or a type that cannot hold it."""
     tensor = value.tensor
-    shape = operand_shape(form)
+    shape = get_operand_shape(form)
     if value.producer is not None and shape != tuple(tensor.shape):
         raise RoleError(f"{value.label} is computed with the shape {list(shape)}: the file is damaged.")
-    holds_numbers = tensor.type in FLOAT_TYPES or activation_scale(tensor) is not None
+    holds_numbers = tensor.type in FLOAT_TYPES or read_activation_scale(tensor) is not None
     if isinstance(form, Term | QueryTerms) and reading.strict and not holds_numbers:
         raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
     magnitude = _compute_magnitude(form)
@@ -229,7 +229,7 @@ def _check_operands(node: Node) -> None:
         raise UnreadableError(f"has {len(node.inputs)} operands and should have {count}")
     if node.kind in (*CONVERSIONS, PRODUCT, "BATCH_MATMUL"):
         return
-    operands = [node.operand(place) for place in _list_number_operands(node) if place < count]
+    operands = [node.get_operand(place) for place in _list_number_operands(node) if place < count]
     if node.kind in SELECTIONS:
         condition = operands[0]
         if condition.tensor.type_name != "BOOL":
@@ -248,7 +248,7 @@ def _check_codes(node: Node, operands: Sequence[Value]) -> None:
     tensors = [value.tensor for value in (*operands, *node.outputs)]
     if node.kind in LAYOUT or not any(map(holds_codes, tensors)):
         return
-    if node.kind in SELECTIONS and len(set(map(activation_scale, tensors))) == 1:
+    if node.kind in SELECTIONS and len(set(map(read_activation_scale, tensors))) == 1:
         return
     if node.kind not in COMPUTED_BY_SCALES or not all(map(holds_codes, tensors)):
         raise UnreadableError("computes with codes, and LiteRT's kernel does not ask what they stand for")
@@ -271,16 +271,16 @@ def _read_constant(reading: ReadGraph, value: Value) -> Term | None:
         return None
     if tensor.elements == 1:
         number = float(evaluate(reading.graph, {}, [value])[0].reshape(-1)[0])
-        if computes_with_rounded(reading.graph, [value]):
+        if uses_rounded_results(reading.graph, [value]):
             for last_bits in (1, -1):
                 rounded = float(evaluate(reading.graph, {}, [value], last_bits=last_bits)[0].reshape(-1)[0])
                 if not math.isclose(number, rounded, rel_tol=_ROUNDING_TOLERANCE):
                     raise UnreadableError(f"computes {number:.6g}, and {rounded:.6g} on hardware that rounds otherwise")
-        stored = source_through(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
-        return replace(reading.expressions.number(number, stored), ids=np.zeros(tensor.shape, np.int64))
+        stored = find_source(value, ("DEQUANTIZE", "CAST", "RESHAPE"))
+        return replace(reading.expressions.make_number(number, stored), ids=np.zeros(tensor.shape, np.int64))
     if value.producer is None:
         ids = np.arange(tensor.elements).reshape(tensor.shape)
-        return Term(1.0, reading.expressions.expr("weight", value, size=tensor.elements), ids)
+        return Term(1.0, reading.expressions.make_expr("weight", value, size=tensor.elements), ids)
     if tensor.type not in FLOAT_TYPES or value.producer.kind == "GATHER":
         return None
     (form,) = _read_operator(reading, value.producer)
@@ -291,19 +291,19 @@ def _read_constant(reading: ReadGraph, value: Value) -> Term | None:
 
 
 def _multiply_matrix(reading: ReadGraph, node: Node) -> Term:
-    if node.operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
+    if node.get_operand(0).tensor.type != node.outputs[0].tensor.type or len(node.inputs) > 3:
         raise UnreadableError("changes the type of numbers, or has more operands than a matrix and a bias")
-    weight = weight_of(reading.graph, node)
-    between = (value for value in ancestors(node.operand(1)) if value.producer is not None)
+    weight = find_weight(reading.graph, node)
+    between = (value for value in walk_ancestors(node.get_operand(1)) if value.producer is not None)
     reading.rounded += [value for value in between if has_few_bits(value.tensor)]
 
-    term = _find_form(reading, node.operand(0))
+    term = _find_form(reading, node.get_operand(0))
     if not isinstance(term, Term):
         raise UnreadableError("multiplies by a matrix what an attention has not mixed yet, or what a position decides")
-    shape = product_of(reading.graph, node, weight, tuple(term.ids.shape))
+    shape = compute_product_shape(reading.graph, node, weight, tuple(term.ids.shape))
     size = math.prod(shape)
-    inner = reading.expressions.part(term.expr, term.ids.reshape(-1))
-    expr = reading.expressions.expr("matrix", weight, inner, size=size)
+    inner = reading.expressions.take_elements(term.expr, term.ids.reshape(-1))
+    expr = reading.expressions.make_expr("matrix", weight, inner, size=size)
     reading.products.setdefault(expr, node)
     return Term(term.factor, expr, np.arange(size).reshape(shape), term.numbers)
 
@@ -319,17 +319,19 @@ def _move_elements(
         # RoPE joins half of a query with the other half, negated.
         if not reading.strict:
             raise UnreadableError("joins what has different factors")
-        return read_inside(reading, node, operands)
-    scales = {activation_scale(node.operand(place).tensor) for place in _list_number_operands(node)[: len(operands)]}
-    if scales - {activation_scale(node.outputs[0].tensor)}:
+        return read_attention_operator(reading, node, operands)
+    scales = {
+        read_activation_scale(node.get_operand(place).tensor) for place in _list_number_operands(node)[: len(operands)]
+    }
+    if scales - {read_activation_scale(node.outputs[0].tensor)}:
         raise UnreadableError("hands codes on with another scale")
-    return tuple(replace(terms[0], ids=ids) for ids in moved(reading.graph, node, (term.ids for term in terms)))
+    return tuple(replace(terms[0], ids=ids) for ids in move_elements(reading.graph, node, (term.ids for term in terms)))
 
 
 def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> Term:
     """Return the result of ``node``, element by element; an operator of one operand gets it as both."""
     expressions = reading.expressions
-    number = expressions.number_of(second)
+    number = expressions.get_number(second)
     match node.kind:
         case "ADD" | "SUB":
             return expressions.add(first, second, -1.0 if node.kind == "SUB" else 1.0)
@@ -338,19 +340,19 @@ def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> 
         case "MUL" | "SQUARE":
             return expressions.multiply(first, second)
         case "SQRT" | "RSQRT":
-            return expressions.power(first, 0.5 if node.kind == "SQRT" else -0.5)
+            return expressions.raise_to(first, 0.5 if node.kind == "SQRT" else -0.5)
         case "DIV" if number:
             return replace(first, factor=first.factor / number, numbers=(*first.numbers, *second.numbers))
         case "DIV":
-            return expressions.multiply(first, expressions.power(second, -1.0))
+            return expressions.multiply(first, expressions.raise_to(second, -1.0))
         case "POW" if number is not None:
-            return expressions.power(first, number)
+            return expressions.raise_to(first, number)
         case "MINIMUM" | "MAXIMUM" if (number or 0) * _UNREACHED_BOUNDS[node.kind] >= 1:
             return first
         case "TANH" | "GELU":
-            is_approximate = node.kind == "GELU" and Call(reading.graph, node).option(0, "?", False)
+            is_approximate = node.kind == "GELU" and Call(reading.graph, node).read_option(0, "?", False)
             name = "GELU_TANH" if is_approximate else node.kind
-            expr = expressions.expr("function", name, first.factor, first.expr, size=first.expr.size)
+            expr = expressions.make_expr("function", name, first.factor, first.expr, size=first.expr.size)
             return Term(1.0, expr, first.ids)
         case "SUM" | "MEAN":
             return _sum_groups(reading, node, first)
@@ -361,7 +363,7 @@ def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> 
 
 def _convert(reading: ReadGraph, node: Node, term: Term) -> Term:
     if not keeps_numbers(node):
-        types = f"{node.operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
+        types = f"{node.get_operand(0).tensor.type_name} into {node.outputs[0].tensor.type_name}"
         raise UnreadableError(f"turns {types}, and not into the same numbers")
     if node.kind == "QUANTIZE" and reading.expressions.is_constant(term):
         # A quantizer would have stored the codes; a constant that is rounded when the graph runs is another constant.
@@ -371,9 +373,9 @@ def _convert(reading: ReadGraph, node: Node, term: Term) -> Term:
 
 def _sum_groups(reading: ReadGraph, node: Node, term: Term) -> Term:
     rank = term.ids.ndim
-    axes = {axis_of(axis, rank) for axis in ints(reading.graph.integers(node.operand(1)))}
+    axes = {resolve_axis(axis, rank) for axis in read_ints(reading.graph.read_small_integers(node.get_operand(1)))}
     if axes != {rank - 1} or not term.is_complete:
         raise UnreadableError("sums otherwise than over the last axis")
-    total = reading.expressions.groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
-    last = (1,) if Call(reading.graph, node).option(0, "?", False) else ()
+    total = reading.expressions.sum_groups(term, term.ids.shape[-1], mean=node.kind == "MEAN")
+    last = (1,) if Call(reading.graph, node).read_option(0, "?", False) else ()
     return replace(total, ids=total.ids.reshape((*term.ids.shape[:-1], *last)))

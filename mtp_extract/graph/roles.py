@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 
 from mtp_extract.architecture.activation import Activation
-from mtp_extract.architecture.roles import MATRIX, role_table, roles_of
+from mtp_extract.architecture.roles import MATRIX, list_roles, load_role_table
 from mtp_extract.errors import RoleError
-from mtp_extract.graph.call import activation_scale
+from mtp_extract.graph.call import read_activation_scale
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.litertlm.storage import NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType
@@ -49,7 +49,7 @@ class OtherConstant:
     reason: str
 
 
-def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
+def sort_roles(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
     """Sort ``roles`` by layer and name; those outside layers come first."""
 
     def order(role: FoundRole) -> tuple[int, str]:
@@ -59,7 +59,7 @@ def in_order(roles: Collection[FoundRole]) -> tuple[FoundRole, ...]:
     return tuple(sorted(roles, key=order))
 
 
-def set_aside(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherConstant, ...]:
+def list_other_constants(graph: FlatGraph, roles: Collection[FoundRole]) -> tuple[OtherConstant, ...]:
     """List the constants of ``graph`` that play none of ``roles``, in the order of the file.
 
     Raises:
@@ -104,7 +104,7 @@ def _list_unread_constants(graph: FlatGraph, roles: Collection[FoundRole]) -> It
 def read_activation(value: Value) -> Activation | None:
     """Return the static quantization of an activation; None if it is stored as floats."""
     tensor = value.tensors[-1]
-    grid = activation_scale(tensor)
+    grid = read_activation_scale(tensor)
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:
         return None
     return Activation(tensor.type_name.lower(), *grid)
@@ -128,31 +128,33 @@ class NameCheck:
 
 def check_names(constants: Iterable[FoundRole], num_layers: int) -> NameCheck:
     """Compare every role with the names of its constant (a matrix), or of its op's result (a vector)."""
-    roles = {role.name: role for role in roles_of(num_layers)}
+    roles = {role.name: role for role in list_roles(num_layers)}
     confirmed = []
     unrecognised = []
     contradicted = {}
     for constant in constants:
         is_matrix = len(constant.shape) == 2
         names = (constant.tensor.name,) if is_matrix and constant.tensor is not None else constant.known_as
-        named = roles_named(names, is_matrix=is_matrix) & roles.keys()
+        named = find_named_roles(names, is_matrix=is_matrix) & roles.keys()
         if constant.role in named:
             confirmed.append(constant.role)
-        elif named and not any(_layers_of(pattern, _split_names(names)) for pattern in roles[constant.role].also_seen):
+        elif named and not any(
+            _find_layers(pattern, _split_names(names)) for pattern in roles[constant.role].also_seen
+        ):
             contradicted[constant.role] = tuple(sorted(named))
         else:
             unrecognised.append(constant.role)
     return NameCheck(tuple(confirmed), tuple(unrecognised), contradicted)
 
 
-def roles_named(names: Iterable[str], *, is_matrix: bool) -> set[str]:
+def find_named_roles(names: Iterable[str], *, is_matrix: bool) -> set[str]:
     """Return the roles, of any layer, whose published names are among ``names``: of matrices, or of all others."""
     pieces = _split_names(names)
     named = set[str]()
-    for template in role_table():
+    for template in load_role_table():
         if (template.kind == MATRIX) == is_matrix:
             for pattern in template.published_names:
-                named |= {template.name.replace(_LAYER, layer) for layer in _layers_of(pattern, pieces)}
+                named |= {template.name.replace(_LAYER, layer) for layer in _find_layers(pattern, pieces)}
     return named
 
 
@@ -161,7 +163,7 @@ def _split_names(names: Iterable[str]) -> list[str]:
     return [piece for name in names for piece in name[:_LONGEST_NAME].split(";")]
 
 
-def _layers_of(pattern: str, pieces: Iterable[str]) -> set[str]:
+def _find_layers(pattern: str, pieces: Iterable[str]) -> set[str]:
     """Return the layers, as text, in those of ``pieces`` that match ``pattern``; "" if the pattern names no layer.
 
     The parts before and behind its ``.*`` are searched separately, so that hostile names take linear time.

@@ -83,7 +83,7 @@ class Rotation:
     @property
     def values(self) -> list[Value]:
         """The tables of the position that the coefficients are computed from."""
-        return self.positions.values_of(self.by)
+        return self.positions.find_values(self.by)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -110,7 +110,7 @@ class Rotation:
         # Usually both halves are rotated by the same numbers, which are then computed once.
         distinct = {term_sum.key: term_sum for term_sum in sums}
         everywhere = np.arange(self.positions.slots) if positions is None else positions
-        for chunk, tables in self.positions.at(everywhere, values, last_bits=last_bits):
+        for chunk, tables in self.positions.evaluate_in_batches(everywhere, values, last_bits=last_bits):
             table = np.concatenate(tables, 1) if len(tables) > 1 else tables[0]
             coefficients = {key: term_sum.evaluate(table) for key, term_sum in distinct.items()}
             yield chunk, [coefficients[term_sum.key] for term_sum in sums]
@@ -120,7 +120,7 @@ class Rotation:
         columns = np.zeros(self.positions.count, np.int64)
         begin = 0
         for value in values:
-            elements = self.positions.elements(value).reshape(-1)
+            elements = self.positions.number_elements(value).reshape(-1)
             columns[elements] = np.arange(begin, begin + elements.size)
             begin += elements.size
         return columns
@@ -132,7 +132,7 @@ class Rotation:
         by = self.by[part, half]
         return _Sum(self.number[part, half] * sign, columns[by], by)
 
-    def measured(self) -> tuple[Doubles, Doubles]:
+    def measure_frequencies(self) -> tuple[Doubles, Doubles]:
         """Return the angles by which a query turns from one position to the next, ``[half]``, and their largest errors.
 
         They are measured at positions 1, 2, 4, …: the farther the position, the smaller the error of an angle per step.
@@ -166,7 +166,7 @@ def _unwrap_frequencies(positions: Ids, angles: Doubles) -> Doubles:
     return frequency
 
 
-def rotation_of(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
+def read_rotation(name: str, scores: ScoreRows, heads: int, kv_heads: int, positions: Positions) -> Rotation:
     """Return the rotation that all rows of a layer's scores have; ``name`` is the layer's, for messages.
 
     Raises:
@@ -221,7 +221,7 @@ def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: 
 # The config's RoPE that makes a table of frequencies.
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
+def compute_frequencies(rope: RopeConfig, head_dim: int) -> Doubles:
     """Return ``theta^(−2i / head_dim)``, and 0 past the rotated share: float64 ``[head_dim / 2]``."""
     index = np.arange(head_dim // 2)
     rotated = int(rope.partial_rotary_factor * head_dim // 2)
@@ -247,7 +247,7 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
 
     Args:
         name: of the layer, for messages.
-        allowed: the largest error of each entry, as :meth:`Rotation.measured` returns it.
+        allowed: the largest error of each entry, as :meth:`Rotation.measure_frequencies` returns it.
 
     Raises:
         UnsupportedError: no theta and share make this table.
@@ -262,7 +262,7 @@ def read_rope(name: str, table: Doubles, allowed: Doubles, head_dim: int) -> Rop
         # Entries of 0 are not rotated, or by less than the type of the table can hold.
         for rotated in (head_dim // 2, rotated_count):
             rope = RopeConfig(theta, 2 * rotated / head_dim)
-            expected = frequencies(rope, head_dim)
+            expected = compute_frequencies(rope, head_dim)
             if bool((np.abs(table - expected) <= np.maximum(allowed, expected * _RELATIVE_ERROR)).all()):
                 return rope
     raise UnsupportedError(f"{name}: its RoPE table does not follow theta^(-2i/{head_dim}) for any theta.")

@@ -10,8 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtp_extract.graph.call import REDUCTIONS, SELECTIONS, Call, activation_scale, axis_of, holds_codes, ints
-from mtp_extract.graph.evaluate import evaluate, inputs_of, moved
+from mtp_extract.graph.call import (
+    REDUCTIONS,
+    SELECTIONS,
+    Call,
+    holds_codes,
+    read_activation_scale,
+    read_ints,
+    resolve_axis,
+)
+from mtp_extract.graph.evaluate import evaluate, find_input_names, move_elements
 from mtp_extract.graph.expressions import Ids, Term, UnreadableError
 from mtp_extract.graph.flat import INPUT_POS, Depends, FlatGraph, Node, Value
 from mtp_extract.graph.forms import (
@@ -76,7 +84,7 @@ def read_query_terms(reading: ReadGraph, operand: Operand) -> QueryTerms:
         return operand
     if not isinstance(operand, Term) or reading.expressions.is_constant(operand):
         raise UnreadableError("has a constant, a mask, the position or scores where a query is expected")
-    query, element = reading.expressions.origin(operand.expr, operand.ids)
+    query, element = reading.expressions.find_origin(operand.expr, operand.ids)
     number = np.full((*element.shape, 1), operand.factor)
     return QueryTerms.of(query, number, element[..., None], np.zeros(number.shape, np.int64))
 
@@ -88,7 +96,7 @@ def move_queries(reading: ReadGraph, node: Node, operands: Iterable[Operand]) ->
     if any(terms.query is not query for terms in queries):
         raise UnreadableError("joins elements of different queries (expected one query)")
     count = max(terms.number.shape[-1] for terms in queries)
-    records = moved(reading.graph, node, (terms.pad_terms(count).terms for terms in queries))
+    records = move_elements(reading.graph, node, (terms.pad_terms(count).terms for terms in queries))
     return tuple(QueryTerms(query, terms) for terms in records)
 
 
@@ -121,7 +129,7 @@ def compute_query(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -
 def _scale_query(reading: ReadGraph, kind: str, query: QueryTerms, constant: Operand) -> QueryTerms:
     """Return ``query`` multiplied by the numbers of a constant, or divided by them."""
     assert isinstance(constant, Term)
-    numbers = np.broadcast_to(reading.expressions.numbers_of(reading.graph, constant), query.terms.shape)[..., None]
+    numbers = np.broadcast_to(reading.expressions.read_constant(reading.graph, constant), query.terms.shape)[..., None]
     scaled = query.multiply(numbers if kind == "MUL" else 1 / numbers)
     if not np.isfinite(scaled.number).all():
         raise UnreadableError("scales a query to numbers that are not finite")
@@ -133,9 +141,9 @@ def _rotate_query(reading: ReadGraph, kind: str, query: QueryTerms, table: Value
     if holds_codes(table.tensor):
         raise UnreadableError("rotates a query by quantized cosines or sines (expected floats)")
     is_table = table.depends == Depends.POSITION and table.tensor.type in FLOAT_TYPES
-    if kind == "DIV" or not is_table or query.by.any() or inputs_of([table]) != {INPUT_POS}:
+    if kind == "DIV" or not is_table or query.by.any() or find_input_names([table]) != {INPUT_POS}:
         raise UnreadableError("rotates a query otherwise than by MUL with one float table of the position")
-    by: Ids = np.broadcast_to(reading.positions.elements(table), query.terms.shape)[..., None]
+    by: Ids = np.broadcast_to(reading.positions.number_elements(table), query.terms.shape)[..., None]
     return QueryTerms.of(query.query, query.number, query.element, np.broadcast_to(by, query.by.shape))
 
 
@@ -160,10 +168,10 @@ def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimen
         UnreadableError: these axes, or those of the batch, run along anything else.
     """
     view = cache.view
-    dimensions = view.along(dimension_axis)
-    slots = view.along(slot_axis)
+    dimensions = view.locate_axis(dimension_axis)
+    slots = view.locate_axis(slot_axis)
     batch = range(len(view.axes) - 2)
-    head_labels = view.running(batch)
+    head_labels = view.find_labels(batch)
     slot, dimension = slots.label, dimensions.label
     if not isinstance(slot, int) or not isinstance(dimension, int) or slot == dimension:
         raise UnreadableError(f"multiplies {cache.name} along other axes (expected slots and dimensions)")
@@ -175,7 +183,7 @@ def view_cache_as_matrix(reading: ReadGraph, cache: Cache, slot_axis: int, dimen
     others = {size for axis, size in enumerate(shape) if axis not in (head, slot, dimension)}
     if shape[slot] != reading.positions.slots or not others <= {1} or not set(view.starts) <= {slot}:
         raise UnreadableError(f"multiplies a part of {cache.name} (expected all of it, or a window of slots)")
-    heads = np.zeros(view.shape[:-2], np.int64) if head is None else view.places(batch, head)
+    heads = np.zeros(view.shape[:-2], np.int64) if head is None else view.locate_axes(batch, head)
     return CacheMatrix((head, slot, dimension), heads, slots.places, dimensions.places, slots.window)
 
 
@@ -191,8 +199,8 @@ def multiply_keys(
     rotated = _repeat_query(query, keys.dimensions, shape, width).multiply(cache.factor)
     head = np.broadcast_to(keys.heads[..., None], shape).reshape(-1)
 
-    view = View.of_shape(["row", "slot"], [head.size, keys.slots.size]).reshaped((*shape, keys.slots.size))
-    view = view.with_axis(len(shape), np.outer([0, 1], keys.slots))
+    view = View.from_shape(["row", "slot"], [head.size, keys.slots.size]).reshape((*shape, keys.slots.size))
+    view = view.replace_axis(len(shape), np.outer([0, 1], keys.slots))
     if keys.window is not None:
         view = replace(view, starts={"slot": keys.window})
     return ScoreView("score", ScoreRows(cache.name, keys.axes, head, rotated, SCORE), view)
@@ -237,7 +245,7 @@ def compute_scores(reading: ReadGraph, node: Node, operands: Sequence[Operand]) 
 
 def _find_next_stage(reading: ReadGraph, node: Node, operands: Sequence[Operand]) -> str | None:
     """Return the stage of the result if ``node`` is a step of a softmax that is spelled out, else None."""
-    number_of = reading.expressions.number_of
+    number_of = reading.expressions.get_number
     stages = (operand.stage if isinstance(operand, ScoreView) else number_of(operand) for operand in operands)
     return _STAGES.get((node.kind, *stages))
 
@@ -248,23 +256,23 @@ def _has_same_rows(widest: ScoreView, narrow: ScoreView) -> bool:
         return False
     slot_axis = widest.slot_axis
     row_axes = [axis for axis in range(len(widest.view.axes)) if axis != slot_axis]
-    rows = widest.view.places(row_axes, "row")
-    rows_of_narrow = narrow.view.places(row_axes, "row")
+    rows = widest.view.locate_axes(row_axes, "row")
+    rows_of_narrow = narrow.view.locate_axes(row_axes, "row")
     return narrow.view.shape[slot_axis] == 1 and np.array_equal(rows, rows_of_narrow)
 
 
 def _holds_all_slots(reading: ReadGraph, view: View, axis: int) -> bool:
-    label, places, window = view.along(axis)
+    label, places, window = view.locate_axis(axis)
     return label == "slot" and window is None and np.array_equal(places, np.arange(reading.positions.slots))
 
 
 def _apply_softmax(reading: ReadGraph, node: Node, scored: ScoreView) -> ScoreView:
-    beta = float(Call(reading.graph, node).option(0, "f", 0.0))
+    beta = float(Call(reading.graph, node).read_option(0, "f", 0.0))
     last = len(scored.view.axes) - 1
     if scored.stage != "score" or beta != 1 or not _holds_all_slots(reading, scored.view, last):
         raise UnreadableError("is no softmax of the scores of all slots, along the last axis, with a beta of 1")
     result = node.outputs[0].tensor
-    if result.type is TensorType.UINT8 and activation_scale(result) != (2.0**-8, 0):
+    if result.type is TensorType.UINT8 and read_activation_scale(result) != (2.0**-8, 0):
         raise UnreadableError("writes weights in UINT8 with a scale that LiteRT does not use for them (expected 1/256)")
     return replace(scored, stage="weights")
 
@@ -273,13 +281,13 @@ def _reduce_slots(reading: ReadGraph, node: Node, scored: ScoreView, stage: str)
     """Return one number a row, reduced over all slots: the largest score, the total, or whether any slot is seen."""
     view = scored.view
     slot_axis = scored.slot_axis
-    stated = node.operand(1)
-    axes = [] if stated.depends else ints(reading.graph.integers(stated))
-    reduces_slots = {axis_of(axis, len(view.axes)) for axis in axes} == {slot_axis}
+    stated = node.get_operand(1)
+    axes = [] if stated.depends else read_ints(reading.graph.read_small_integers(stated))
+    reduces_slots = {resolve_axis(axis, len(view.axes)) for axis in axes} == {slot_axis}
     if not reduces_slots or not _holds_all_slots(reading, view, slot_axis):
         raise UnreadableError(f"reduces scores (stage: {scored.stage}) over other axes than all slots")
-    keeps = bool(Call(reading.graph, node).option(0, "?", False))
-    return ScoreView(stage, scored.scores, view.without(slot_axis, keeps=keeps))
+    keeps = bool(Call(reading.graph, node).read_option(0, "?", False))
+    return ScoreView(stage, scored.scores, view.reduce_axis(slot_axis, keeps=keeps))
 
 
 # Masks.
@@ -291,7 +299,7 @@ def _apply_mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], row
     first = rows[0].scores
     if any(row.scores.rotated is not first.rotated or row.scores.head is not first.head for row in rows):
         raise UnreadableError("combines the scores of different queries or caches")
-    slot_axis = view.only("slot")
+    slot_axis = view.find_axis("slot")
     pairs = zip(operands, node.inputs, strict=True)
     parts = [_read_mask_part(reading, operand, value, view, slot_axis) for operand, value in pairs]
     factor = _find_factor(node.kind, parts)
@@ -302,8 +310,8 @@ def _apply_mask(reading: ReadGraph, node: Node, operands: Sequence[Operand], row
 
 def _require_common_view(rows: Sequence[ScoreView], shape: tuple[int, ...]) -> View:
     """Return the view that all of ``rows`` have; axes of one element come first where ``shape`` has more of them."""
-    views = [row.view.reshaped((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
-    if any(not view.same(views[0]) for view in views) or views[0].shape != shape:
+    views = [row.view.reshape((1,) * (len(shape) - len(row.view.axes)) + row.view.shape) for row in rows]
+    if any(not view.equals(views[0]) for view in views) or views[0].shape != shape:
         raise UnreadableError("combines scores of different slots or heads, or repeats them (expected the same, once)")
     return views[0]
 
@@ -312,7 +320,7 @@ def _read_mask_part(reading: ReadGraph, operand: Operand, value: Value | None, v
     """Return ``operand``, which is ``value`` in the graph, as a mask tree: one number for each slot."""
     if isinstance(operand, ScoreView):
         return operand.scores.tree
-    number = reading.expressions.number_of(operand)
+    number = reading.expressions.get_number(operand)
     if number is not None:
         return MaskNumber(number)
     if value is None or value.depends & Depends.DATA:
@@ -341,7 +349,7 @@ def _find_factor(kind: str, parts: Sequence[MaskTree]) -> float | None:
 
 def _build_tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
     if node.kind in SELECTIONS and isinstance(parts[0], Leaf):
-        if node.kind == "SELECT" and len(node.operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
+        if node.kind == "SELECT" and len(node.get_operand(0).tensor.shape) != len(node.outputs[0].tensor.shape):
             raise UnreadableError("selects whole rows by a condition of fewer axes (expected as many as the scores')")
         return Select(parts[0], *parts[1:])
     sign = {"ADD": 1.0, "SUB": -1.0}.get(node.kind)
@@ -360,18 +368,20 @@ def _build_tree(node: Node, parts: Sequence[MaskTree]) -> MaskTree:
 
 def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
     """Return the scores of all slots after a DYNAMIC_UPDATE_SLICE of those of a window into a constant number."""
-    background = node.operand(0)
+    background = node.get_operand(0)
     if not isinstance(scored, ScoreView) or scored.stage != "score" or background.depends:
         raise UnreadableError("updates a slice with anything but scores, or of anything but a constant")
     if background.tensor.type not in FLOAT_TYPES:
         raise UnreadableError(f"writes the scores of a window into {background.tensor.type_name} (expected floats)")
     numbers = np.unique(_read_background(reading.graph, background))
     slot_axis = scored.slot_axis
-    label, places, start = scored.view.along(slot_axis)
+    label, places, start = scored.view.locate_axis(slot_axis)
     shape = tuple(background.tensor.shape)
     # As LiteRT does, move a window back that would reach beyond the end.
-    begins = np.clip(reading.positions.table(node.operand(2)), 0, np.array(shape) - np.array(scored.view.shape))
-    table = reading.positions.window(begins[:, slot_axis])
+    begins = np.clip(
+        reading.positions.compute_table(node.get_operand(2)), 0, np.array(shape) - np.array(scored.view.shape)
+    )
+    table = reading.positions.register_window(begins[:, slot_axis])
 
     full_shape = (*scored.view.shape[:slot_axis], reading.positions.slots, *scored.view.shape[slot_axis + 1 :])
     is_run = np.array_equal(places, np.arange(places.size))
@@ -379,14 +389,18 @@ def place_window(reading: ReadGraph, node: Node, scored: Operand) -> ScoreView:
         raise UnreadableError("writes scores where they do not belong (expected a window, and one number elsewhere)")
     tree = InWindow(scored.scores.tree, SlotWindow(table, places.size), MaskNumber(float(numbers[0])))
     by_slot = np.outer([view_label == label for view_label in scored.view.labels], np.arange(reading.positions.slots))
-    return scored.replace_tree(tree, replace(scored.view.with_axis(slot_axis, by_slot), starts={}))
+    return scored.replace_tree(tree, replace(scored.view.replace_axis(slot_axis, by_slot), starts={}))
 
 
 def _read_background(graph: FlatGraph, background: Value) -> Floats:
     """Return the numbers of a constant that is stored, or that FILL makes."""
     if background.constant:
-        return graph.floats(background)
+        return graph.read_small_floats(background)
     filler = background.producer
-    if filler is None or filler.kind != "FILL" or ints(graph.integers(filler.operand(0))) != [*background.tensor.shape]:
+    if (
+        filler is None
+        or filler.kind != "FILL"
+        or read_ints(graph.read_small_integers(filler.get_operand(0))) != [*background.tensor.shape]
+    ):
         raise UnreadableError("writes scores of a window into computed numbers (expected a constant or a FILL)")
-    return evaluate(graph, {}, [filler.operand(1)])[0].reshape(-1)
+    return evaluate(graph, {}, [filler.get_operand(1)])[0].reshape(-1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtp_extract.errors import MtpExtractError, escape
-from mtp_extract.graph.drafter import DrafterWalk, read_drafter
+from mtp_extract.graph.drafter import DrafterReader, read_drafter_graph
 from mtp_extract.graph.expressions import Expr, Term, format_multiple
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
 from mtp_extract.graph.forms import Cache, Form, QueryTerms, ReadGraph, ScoreView
@@ -30,18 +30,18 @@ class TraceLine:
 
 def trace_drafter(graph: FlatGraph) -> list[TraceLine]:
     """Return the values of a drafter's graph in execution order, up to an operator that the reader refused."""
-    walker = DrafterWalk(ReadGraph(graph))
+    walker = DrafterReader(ReadGraph(graph))
     why = ""
     try:
-        walker = DrafterWalk(read_drafter(graph))
-        walker.walk()
+        walker = DrafterReader(read_drafter_graph(graph))
+        walker.read_structure()
     except MtpExtractError as error:
         # A trace is made to show why a file was refused.
         why = str(error)
     return list(_list_lines(walker, _find_refused_value(walker) if why else None, why))
 
 
-def _find_refused_value(walker: DrafterWalk) -> Value | None:
+def _find_refused_value(walker: DrafterReader) -> Value | None:
     """Return the value at which the reader, or the walk through the graph that it read, stopped; None if unknown."""
     reading = walker.reading
     if reading.refusal is None:
@@ -50,7 +50,7 @@ def _find_refused_value(walker: DrafterWalk) -> Value | None:
     return next((value for value in outputs if id(value) not in reading.forms), None)
 
 
-def _list_lines(walker: DrafterWalk, refused: Value | None, why: str) -> Iterator[TraceLine]:
+def _list_lines(walker: DrafterReader, refused: Value | None, why: str) -> Iterator[TraceLine]:
     reading = walker.reading
     roles = {id(role.result): role.role for role in walker.roles if role.result is not None}
     for node in reading.graph.nodes:

@@ -21,7 +21,7 @@ Label = str | int
 _LARGEST_AXIS = 1 << 20
 
 
-class Along(NamedTuple):
+class AxisPlaces(NamedTuple):
     """The places of the elements of one axis."""
 
     label: Label | None  # the one label whose places change along the axis; None for an axis of one element
@@ -43,7 +43,7 @@ class View:
     starts: Mapping[Label, int]  # label → number of the table that gives the first place of its window by position
 
     @staticmethod
-    def of_shape(labels: Sequence[Label], shape: Sequence[int]) -> View:
+    def from_shape(labels: Sequence[Label], shape: Sequence[int]) -> View:
         """Return the view of a tensor of ``shape``, each axis along a label of its own."""
         axes = (np.outer(np.arange(len(labels)) == i, np.arange(n)) for i, n in enumerate(shape))
         return View(tuple(labels), np.zeros(len(labels), np.int64), tuple(axes), {})
@@ -52,44 +52,44 @@ class View:
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.shape[1] for axis in self.axes)
 
-    def with_axis(self, axis: int, added: Ids) -> View:
+    def replace_axis(self, axis: int, added: Ids) -> View:
         """Return a copy whose axis ``axis`` adds ``added`` ``[labels, size]``, which need not begin with 0."""
         axes = (*self.axes[:axis], added - added[:, :1], *self.axes[axis + 1 :])
         return replace(self, axes=axes, base=self.base + added[:, 0])
 
-    def along(self, axis: int) -> Along:
+    def locate_axis(self, axis: int) -> AxisPlaces:
         """Return the places along an axis; raise UnreadableError if the places of several labels change along it."""
         if self.shape[axis] == 1:
-            return Along(None, np.zeros(1, np.int64), None)
+            return AxisPlaces(None, np.zeros(1, np.int64), None)
         columns = np.flatnonzero(self.axes[axis].any(1))
         if columns.size != 1:
             raise _make_error()
         column = int(columns[0])
         label = self.labels[column]
-        return Along(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
+        return AxisPlaces(label, self.base[column] + self.axes[axis][column], self.starts.get(label))
 
-    def places(self, axes: Sequence[int], label: Label) -> Ids:
+    def locate_axes(self, axes: Sequence[int], label: Label) -> Ids:
         """Return the places along ``label`` ``[*sizes of axes]``; no other label may change along ``axes``."""
         column = self.labels.index(label)
-        if not self.running(axes) <= {label}:
+        if not self.find_labels(axes) <= {label}:
             raise _make_error()
         places: Ids = self.base[column].reshape((1,) * len(axes))
         for number, axis in enumerate(axes):
             places = places + self.axes[axis][column].reshape([-1 if i == number else 1 for i in range(len(axes))])
         return places
 
-    def only(self, label: Label) -> int:
+    def find_axis(self, label: Label) -> int:
         """Return the one axis along which the places of ``label`` change; raise UnreadableError otherwise."""
-        axes = [axis for axis in range(len(self.axes)) if label in self.running([axis])]
+        axes = [axis for axis in range(len(self.axes)) if label in self.find_labels([axis])]
         if len(axes) != 1:
             raise _make_error()
         return axes[0]
 
-    def running(self, axes: Sequence[int]) -> set[Label]:
+    def find_labels(self, axes: Sequence[int]) -> set[Label]:
         """Return the labels whose places change along ``axes``."""
         return {self.labels[column] for axis in axes for column in np.flatnonzero(self.axes[axis].any(1))}
 
-    def same(self, other: View) -> bool:
+    def equals(self, other: View) -> bool:
         """Return whether both views give every element the same places."""
         return (
             (self.labels, self.shape, self.starts) == (other.labels, other.shape, other.starts)
@@ -99,7 +99,7 @@ class View:
 
     # Operators that move elements.
 
-    def reshaped(self, shape: Sequence[int]) -> View:
+    def reshape(self, shape: Sequence[int]) -> View:
         """Return the view after RESHAPE to ``shape``, which is row-major.
 
         The new axes are split off one by one, the first one first. ``remaining`` is the axis that is left to split: old
@@ -129,32 +129,32 @@ class View:
     def _make_unit_axis(self) -> Ids:
         return np.zeros((len(self.labels), 1), np.int64)
 
-    def transposed(self, order: Sequence[int]) -> View:
+    def transpose(self, order: Sequence[int]) -> View:
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
     def broadcast(self, sizes: Sequence[int]) -> View:
         """Return the view after BROADCAST_TO: axes of one element are repeated."""
-        view = self.reshaped((1,) * (len(sizes) - len(self.axes)) + self.shape)
+        view = self.reshape((1,) * (len(sizes) - len(self.axes)) + self.shape)
         for axis, size in enumerate(sizes):
             if view.shape[axis] not in (1, size):
                 raise _make_error()
-            view = view.with_axis(axis, np.tile(view.axes[axis], size // view.shape[axis]))
+            view = view.replace_axis(axis, np.tile(view.axes[axis], size // view.shape[axis]))
         return view
 
-    def picked(self, axis: int, chosen: Ids) -> View:
+    def take(self, axis: int, chosen: Ids) -> View:
         """Return the view of some indices of an axis, in the order of ``chosen``."""
         if not chosen.size or not ((chosen >= 0) & (chosen < self.shape[axis])).all():
             raise _make_error()
-        return self.with_axis(axis, self.axes[axis][:, chosen])
+        return self.replace_axis(axis, self.axes[axis][:, chosen])
 
-    def window(self, axis: int, size: int, table: int) -> View:
+    def take_window(self, axis: int, size: int, table: int) -> View:
         """Return the view of ``size`` indices of a complete axis, the first one given by the table number ``table``."""
-        label, places, window = self.along(axis)
+        label, places, window = self.locate_axis(axis)
         if label is None or window is not None or not np.array_equal(places, np.arange(places.size)):
             raise _make_error()
-        return replace(self.with_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
+        return replace(self.replace_axis(axis, self.axes[axis][:, :size]), starts={**self.starts, label: table})
 
-    def without(self, axis: int, *, keeps: bool) -> View:
+    def reduce_axis(self, axis: int, *, keeps: bool) -> View:
         """Return the view after a reduction over ``axis``, which stays as one element if ``keeps``."""
         return replace(
             self, axes=(*self.axes[:axis], *([self._make_unit_axis()] if keeps else []), *self.axes[axis + 1 :])

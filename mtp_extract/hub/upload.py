@@ -22,13 +22,20 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.errors import CheckpointError, HubError, escape, few
-from mtp_extract.formats import format_named, weights_of
+from mtp_extract.errors import CheckpointError, HubError, escape, list_few
+from mtp_extract.formats import find_weights_file, load_format
 from mtp_extract.formats.gguf import GGUF
-from mtp_extract.io.http_library import STATUSES, hide_queries, http_library, response_of, without_secrets, words_of_hub
-from mtp_extract.io.typed import read
-from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, ReadDirectory, changed_card, files_in
-from mtp_extract.report.card import UNSAID, CardWords, Verdict, model_card
+from mtp_extract.io.http_library import (
+    STATUSES,
+    get_response,
+    hide_queries,
+    import_http_library,
+    mask_secrets,
+    read_hub_message,
+)
+from mtp_extract.io.typed import parse_record
+from mtp_extract.pipeline.check import CARD, LEGAL, RECORD, CheckpointDirectory, is_card_changed, list_directory_files
+from mtp_extract.report.card import NO_CARD_WORDS, CardWords, Verdict, render_model_card
 from mtp_extract.report.files import REPORT, REPORT_FILES
 
 _AGAIN = "Run it again: it resumes"
@@ -69,7 +76,7 @@ class UploadResult:
 
 
 def plan_upload(
-    directory: str | os.PathLike[str], words: CardWords = UNSAID
+    directory: str | os.PathLike[str], words: CardWords = NO_CARD_WORDS
 ) -> tuple[list[CommitOperationAdd], tuple[str, ...]]:
     """Check a directory, and return the files to publish, sorted by path, and notes for the user.
 
@@ -79,27 +86,27 @@ def plan_upload(
         CheckpointError: the directory does not match its record, or the report cannot be read.
         HubError: ``words`` are given, but the card was edited by hand.
     """
-    drafter = ReadDirectory.of(directory)
+    drafter = CheckpointDirectory.of(directory)
     contents = _collect_contents(drafter)
     report = _read_verdict(drafter.directory) if REPORT in contents else None
     notes = list[str]()
     if why := drafter.record.get("not_proven"):
         notes.append(f"It is not proven, and its card says so: {'; '.join(why)}.")
-    is_changed = changed_card(drafter.directory, drafter.record)
-    if is_changed and words != UNSAID:
+    is_changed = is_card_changed(drafter.directory, drafter.record)
+    if is_changed and words != NO_CARD_WORDS:
         raise HubError(
             f"{escape(drafter.directory / CARD)}: expected the card that mtp-extract wrote, to add words to it, found "
             "one that was changed. Write the words into it, or delete it, and it is written anew."
         )
     if is_changed:
         notes.append(f"{CARD} was changed since mtp-extract wrote it, and is sent as it is.")
-    elif report is not None or words != UNSAID or CARD not in contents:
-        limits = format_named(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
-        contents[CARD] = model_card(drafter.record, limits, report, words).encode()
+    elif report is not None or words != NO_CARD_WORDS or CARD not in contents:
+        limits = load_format(drafter.layout).plan(drafter.checkpoint, drafter.record["dtype"]).limits
+        contents[CARD] = render_model_card(drafter.record, limits, report, words).encode()
     return [CommitOperationAdd(path, contents[path]) for path in sorted(contents)], tuple(notes)
 
 
-def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
+def _collect_contents(drafter: CheckpointDirectory) -> dict[str, str | bytes]:
     """Return path in the repository → local path; CheckpointError if the directory holds anything else."""
     folder = drafter.directory
     if not drafter.is_recorded:
@@ -109,9 +116,9 @@ def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
     if drafter.checkpoint.unread:
         raise CheckpointError(
             f"{escape(folder)}: expected nothing but what mtp-extract wrote there, found that "
-            f"{few(drafter.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
+            f"{list_few(drafter.checkpoint.unread, separator='; ')}. Move it elsewhere, or extract the drafter again."
         )
-    contents: dict[str, str | bytes] = {path: str(folder / path) for path in files_in(folder)}
+    contents: dict[str, str | bytes] = {path: str(folder / path) for path in list_directory_files(folder)}
     known_paths = {*drafter.record["files"], RECORD, CARD, *REPORT_FILES}
     for path in contents:
         if path not in known_paths and not any(fnmatchcase(path, name) for name in LEGAL):
@@ -124,7 +131,7 @@ def _collect_contents(drafter: ReadDirectory) -> dict[str, str | bytes]:
 
 def _read_verdict(folder: Path) -> Verdict:
     try:
-        return read(read_object(folder / REPORT, "Validate again."), Verdict)
+        return parse_record(read_object(folder / REPORT, "Validate again."), Verdict)
     except ValueError as error:
         problem = f"lacks what the card states: {escape(error)}. Validate anew."
         raise CheckpointError(f"{escape(folder / REPORT)}: {problem}") from error
@@ -139,14 +146,14 @@ def upload_directory(
     force: bool = False,
     dry_run: bool = False,
     token: str | None = None,
-    words: CardWords = UNSAID,
+    words: CardWords = NO_CARD_WORDS,
 ) -> UploadResult:
     """Publish a checkpoint directory; see :func:`mtp_extract.upload`. ``words`` are for its card."""
     _check_name(repo_id)
     adds, notes = plan_upload(directory, words)
     if beside:
-        gguf = weights_of(GGUF, (add.path_in_repo for add in adds))
-        if gguf is None or words != UNSAID:
+        gguf = find_weights_file(GGUF, (add.path_in_repo for add in adds))
+        if gguf is None or words != NO_CARD_WORDS:
             raise HubError(f"{escape(directory)}: expected a GGUF to be sent alone, without words on a card.")
         adds = [add for add in adds if add.path_in_repo == gguf]
         notes = tuple(note for note in notes if not note.startswith(CARD))
@@ -193,7 +200,7 @@ def _send(
         unchanged = set(planned.sent) - set(sent) | {".gitattributes"}
         if not force and (other_paths := sorted(entries.keys() - unchanged)):
             raise HubError(
-                f"{repo_id}: the repository holds other files, {few(other_paths)}. Nothing was sent. "
+                f"{repo_id}: the repository holds other files, {list_few(other_paths)}. Nothing was sent. "
                 "Choose another name, or write into it all the same: its history keeps what is replaced.",
                 remedies=("force",),
             )
@@ -212,7 +219,7 @@ def _commit(api: HfApi, repo_id: str, adds: list[CommitOperationAdd]) -> str:
     paths = [add.path_in_repo for add in adds]
     arrived = _list_files(api.get_paths_info(repo_id, paths, revision=commit))
     if wrong := [add.path_in_repo for add in adds if not _holds(arrived, add)]:
-        raise HubError(f"{repo_id}: {few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
+        raise HubError(f"{repo_id}: {list_few(wrong)} in commit {commit[:12]} is not what was sent. Upload again.")
     return commit
 
 
@@ -252,12 +259,12 @@ def _describe_failure(error: Exception, token: str) -> str:
     # A ValueError says what the Hub refuses in a card; its cause does not.
     while causes[-1].__cause__ is not None and not isinstance(error, ValueError):
         causes.append(causes[-1].__cause__)
-    responses = [response for cause in causes if (response := response_of(cause)) is not None]
+    responses = [response for cause in causes if (response := get_response(cause)) is not None]
     if responses:
         return _describe_refusal(responses[0])
-    if any(isinstance(cause, http_library().TransportError) for cause in causes):
+    if any(isinstance(cause, import_http_library().TransportError) for cause in causes):
         return f"the Hub cannot be reached, or the connection was lost. {_AGAIN}"
-    text = without_secrets(str(causes[-1]), token).rstrip(".")
+    text = mask_secrets(str(causes[-1]), token).rstrip(".")
     return f"the upload failed: {text or type(causes[-1]).__name__}. {_AGAIN}"
 
 
@@ -267,7 +274,7 @@ def _describe_refusal(response: Any) -> str:
     Only the words tell whether a 403 is about rights or about storage: "Private repository storage limit reached",
     "Your storage patterns tripped our internal systems" (huggingface_hub's issues 3049 and 3366).
     """
-    status, words = response.status_code, words_of_hub(response)
+    status, words = response.status_code, read_hub_message(response)
     if status == 403 and not str(response.url).startswith(f"{constants.ENDPOINT}/"):
         return f"the Hub's storage refuses what is sent (403). {_AGAIN}"
     if status == 403 and words:

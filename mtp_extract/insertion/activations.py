@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from mtp_extract.architecture.activation import Activation
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.graph.flat import Value
 from mtp_extract.insertion.plan import Overlay
 from mtp_extract.litertlm.storage import Storage
@@ -22,7 +22,7 @@ Range = tuple[float, float]
 Activations = tuple[Activation | None, Activation | None]
 """The static activations of a matrix's input and output; None if they are floats."""
 
-Grids = Mapping[str, Activations]
+StaticActivations = Mapping[str, Activations]
 """Role of a matrix → its static activations."""
 
 Ranges = Mapping[str, tuple[Range, Range]]
@@ -30,14 +30,14 @@ Ranges = Mapping[str, tuple[Range, Range]]
 
 
 def calibrate_activations(
-    drafter: Shard, changes_weights: bool, measure: Callable[[], Ranges] | None
+    drafter: BundledDrafter, changes_weights: bool, measure: Callable[[], Ranges] | None
 ) -> tuple[list[Overlay], list[str]]:
     """Return new scales of static activations, and notes for the user.
 
     Args:
         measure: measures the ranges, called only if the graph has static activations; None to keep the scales.
     """
-    static = [role for role in drafter.walk.roles if role.input is not None]
+    static = [role for role in drafter.structure.roles if role.input is not None]
     if measure is None:
         note = (
             "The graph quantizes activations statically, with scales that were calibrated for the old weights: drafts "
@@ -53,7 +53,7 @@ def calibrate_activations(
         node = role.result.producer if role.result is not None else None
         if node is None or role.role not in ranges:
             continue
-        for value, bounds in zip((node.operand(0), node.outputs[0]), ranges[role.role], strict=True):
+        for value, bounds in zip((node.get_operand(0), node.outputs[0]), ranges[role.role], strict=True):
             if _can_be_rescaled(value):
                 scales.update(_encode_scale(drafter.model.region.begin, value.tensors[-1], bounds))
             else:
@@ -64,7 +64,9 @@ def calibrate_activations(
     return [*scales.items()], notes
 
 
-def describe_static_activations(grids: Grids, measure: Callable[[Grids], tuple[float, float]] | None) -> list[str]:
+def describe_static_activations(
+    grids: StaticActivations, measure: Callable[[StaticActivations], tuple[float, float]] | None
+) -> list[str]:
     """Return notes on the static activations of a base, whose scales stay.
 
     Args:

@@ -11,10 +11,16 @@ from dataclasses import astuple, replace
 from functools import partial
 from typing import NamedTuple
 
-from mtp_extract.bundle import Opened, Shard
-from mtp_extract.checkpoint.documents import differences
+from mtp_extract.bundle import BundledDrafter, ModelFile
+from mtp_extract.checkpoint.documents import find_differences
 from mtp_extract.errors import PairError, RoleError, UnsupportedError, escape
-from mtp_extract.graph.base import BaseWalk, match_base, read_first, walk_base, walk_table
+from mtp_extract.graph.base import (
+    BaseStructure,
+    choose_decoder_signature,
+    match_base_roles,
+    read_base_structure,
+    read_embedder,
+)
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.flat import FlatGraph, flatten
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
@@ -37,12 +43,12 @@ _CONFIG_TOLERANCE = 1e-5
 class BundledBase(NamedTuple):
     """The base in a bundle."""
 
-    opened: Opened
-    walk: BaseWalk  # the graph of the signature that is read first
+    opened: ModelFile
+    structure: BaseStructure  # the graph of the signature that is read first
     places: Mapping[str, tuple[Location, ...]]  # role → its locations, one for each signature (and each table)
 
 
-def find_base(opened: Opened) -> BundledBase:
+def find_base(opened: ModelFile) -> BundledBase:
     """Find the roles in every signature of the base's sections.
 
     Raises:
@@ -52,13 +58,13 @@ def find_base(opened: Opened) -> BundledBase:
     """
     sections = _find_model_sections(opened)
     elements, nodes = Budget(_BUDGET), Budget(_MOST_NODES)
-    model = opened.model(sections[_DECODER], elements)
-    decoder = _read_signature(model, read_first(model), walk_base, nodes)
+    model = opened.read_model(sections[_DECODER], elements)
+    decoder = _read_signature(model, choose_decoder_signature(model), read_base_structure, nodes)
     locations = [*_locate_decoder_roles(model, decoder, nodes)]
     for kind, role in _TABLES.items():
         if kind in sections:
             factor = decoder.per_layer_factor if kind == "per_layer_embedder" else 1.0
-            locations += _locate_tables(opened.model(sections[kind], elements), role, factor, nodes)
+            locations += _locate_tables(opened.read_model(sections[kind], elements), role, factor, nodes)
 
     places = defaultdict[str, tuple[Location, ...]](tuple)
     for role, location in locations:
@@ -69,7 +75,7 @@ def find_base(opened: Opened) -> BundledBase:
     return BundledBase(opened, decoder, places)
 
 
-def _find_model_sections(opened: Opened) -> dict[str, Section]:
+def _find_model_sections(opened: ModelFile) -> dict[str, Section]:
     """Return the sections with models, by model type."""
     sections = dict[str, Section]()
     for section in opened.sections:
@@ -91,11 +97,11 @@ def _find_model_sections(opened: Opened) -> dict[str, Section]:
     return sections
 
 
-def _locate_decoder_roles(model: TfliteModel, first: BaseWalk, nodes: Budget) -> Iterator[tuple[str, Location]]:
+def _locate_decoder_roles(model: TfliteModel, first: BaseStructure, nodes: Budget) -> Iterator[tuple[str, Location]]:
     """Locate every role in every signature of the decoder. ``first`` is the graph of the signature read first."""
     for signature in _list_distinct_signatures(model):
-        is_first = signature.subgraph == read_first(model).subgraph
-        walk = first if is_first else _read_signature(model, signature, partial(match_base, decoder=first), nodes)
+        is_first = signature.subgraph == choose_decoder_signature(model).subgraph
+        walk = first if is_first else _read_signature(model, signature, partial(match_base_roles, decoder=first), nodes)
         for graph_role in walk.roles:
             # Without ``result``, which would keep the large graph in memory.
             yield graph_role.role, Location(model, replace(graph_role, result=None))
@@ -106,7 +112,7 @@ def _locate_tables(model: TfliteModel, role: str, factor: float, nodes: Budget) 
 
     ``factor``: the decoder multiplies the embeddings by it.
     """
-    walk = partial(walk_table, role=role, later=factor)
+    walk = partial(read_embedder, role=role, later=factor)
     for signature in _list_distinct_signatures(model):
         begin = 0
         for table in _read_signature(model, signature, walk, nodes).roles:
@@ -125,8 +131,8 @@ def _list_distinct_signatures(model: TfliteModel) -> list[Signature]:
 
 
 def _read_signature(
-    model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseWalk], nodes: Budget
-) -> BaseWalk:
+    model: TfliteModel, signature: Signature, walk: Callable[[FlatGraph], BaseStructure], nodes: Budget
+) -> BaseStructure:
     """Read the graph of ``signature``, counting its operators against ``nodes``; errors name the signature."""
     try:
         graph = flatten(model, signature, nodes.elements)
@@ -138,7 +144,7 @@ def _read_signature(
 
 def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
     """Raise PairError, with the differences, if the shapes, the norms' epsilon or the soft cap differ."""
-    walk = base.walk
+    walk = base.structure
     graph = {
         "num_hidden_layers": walk.layers,
         "hidden_size": walk.width,
@@ -156,11 +162,11 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
 
 def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], tolerance: float) -> str:
     """List the differences, of floats those beyond the relative ``tolerance``; empty if there are none."""
-    rows = map(astuple, differences(expected, actual, tolerance))
+    rows = map(astuple, find_differences(expected, actual, tolerance))
     return "; ".join(f"{place} {escape(value)} instead of {escape(wanted)}" for place, wanted, value in rows)
 
 
-def find_misfits(drafter: Shard) -> Iterator[str]:
+def find_misfits(drafter: BundledDrafter) -> Iterator[str]:
     """List why the base in the bundle of ``drafter`` cannot run it; nothing if it can, or the bundle has no base.
 
     LiteRT-LM has the same requirements: it fails without ``verify``, aborts if caches have other names, and cannot
@@ -169,13 +175,13 @@ def find_misfits(drafter: Shard) -> Iterator[str]:
     sections = [s for s in drafter.opened.sections if s.data_type == TFLITE_MODEL and s.model_type == _DECODER]
     if not sections:
         return
-    model = drafter.opened.model(sections[0])
+    model = drafter.opened.read_model(sections[0])
     signatures = [s for key in ("decode", "verify") if (s := model.signature(key)) and ACTIVATIONS in s.outputs]
     if len(signatures) < 2:
         yield f"the base has no signatures decode and verify that both have an output {ACTIVATIONS!r}"
         return
     outputs = {name: model.tensor(signatures[0].subgraph, index) for name, index in signatures[0].outputs.items()}
-    of_drafter = {name: _describe_tensor(cache) for name, cache in drafter.walk.caches.items()}
+    of_drafter = {name: _describe_tensor(cache) for name, cache in drafter.structure.caches.items()}
     of_base = {name: _describe_tensor(outputs[name]) if name in outputs else "missing" for name in of_drafter}
     for name, drafter_output in ((ACTIVATIONS, PROJECTED), (LOGITS, LOGITS)):
         if name in outputs:

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from mtp_extract.architecture.roles import GEMMA4, roles_of
+from mtp_extract.architecture.roles import GEMMA4, list_roles
 from mtp_extract.checkpoint.documents import read_object
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
-from mtp_extract.checkpoint.stored import Stored, StoredCodes, StoredTensor
+from mtp_extract.checkpoint.stored import FileCodes, FileWeight, TensorPlace
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import CheckpointError, UnsupportedError, escape, few
+from mtp_extract.errors import CheckpointError, UnsupportedError, escape, list_few
 from mtp_extract.formats import reading
 from mtp_extract.io.opening import ADAPTER, MERGE_FIRST
 
@@ -39,7 +39,7 @@ _INPUT_ROLES = {
 }
 """Matrices that do not read the residual stream → a matrix with as many rows as these have columns."""
 _LORA_PART = ".lora_A."
-_FileTensor = tuple[Path, StoredTensor]
+_FileTensor = tuple[Path, TensorPlace]
 _KV_PARTS = ("self_attn.k_proj.weight", "self_attn.k_norm.weight", "self_attn.v_proj.weight")
 
 
@@ -107,7 +107,7 @@ class _LayerCounts(Struct):
 
     def find_names(self, prefix: str, names: Set[str]) -> dict[str, str]:
         """Map each role to its tensor's name, if that is in ``names``."""
-        roles = roles_of(self.num_hidden_layers, architecture=GEMMA4)
+        roles = list_roles(self.num_hidden_layers, architecture=GEMMA4)
         expected = {role.name: prefix + role.names["transformers"] for role in roles} | {"lm_head": "lm_head.weight"}
         return {role: name for role, name in expected.items() if name in names}
 
@@ -128,8 +128,8 @@ def _read_text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
-    with reading.naming(directory / _CONFIG):
-        return text, reading.fields_of(text, _LayerCounts)
+    with reading.attribute_errors_to(directory / _CONFIG):
+        return text, reading.parse_fields(text, _LayerCounts)
 
 
 def _is_mobile(config: Mapping[str, Any]) -> bool:
@@ -149,7 +149,7 @@ def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
     stored = dict[str, _FileTensor]()
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_safetensors(path)[0]
-        if twice := few(sorted(stored.keys() & tensors.keys())):
+        if twice := list_few(sorted(stored.keys() & tensors.keys())):
             raise CheckpointError(
                 f"{escape(path)}: expected tensors in one file each, found {twice} in two. Leave one."
             )
@@ -184,9 +184,9 @@ def _build_weights(
         path, tensor = stored[name]
         if name in scales:
             columns = rows.get(_find_input_role(role), width)
-            weights[role] = StoredCodes(path, tensor, name, columns, Stored(*scales[name]).array())
+            weights[role] = FileCodes(path, tensor, name, columns, FileWeight(*scales[name]).array())
         elif tensor.dtype in reading.FLOAT_DTYPES:
-            weights[role] = Stored(path, tensor, name)
+            weights[role] = FileWeight(path, tensor, name)
         else:
             raise UnsupportedError(
                 f"{escape(name)}: expected weights in floats, found {escape(tensor.dtype)}. Give the checkpoint in "

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.architecture.roles import GEMMA4, MATRIX, roles_of
+from mtp_extract.architecture.roles import GEMMA4, MATRIX, list_roles
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.evaluation.agreement import measure_agreements
-from mtp_extract.evaluation.base_model import load_base, memory_guard
+from mtp_extract.evaluation.base_model import guard_memory, load_base
 from mtp_extract.evaluation.base_texts import write_texts
-from mtp_extract.evaluation.prompts import FEW, shipped_prompts
-from mtp_extract.insertion.activations import Activations, Grids, Range, Ranges
+from mtp_extract.evaluation.prompts import FEW_PER_WORKLOAD, load_shipped_prompts
+from mtp_extract.insertion.activations import Activations, Range, Ranges, StaticActivations
 from mtp_extract.progress import Reporter, report_each
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -38,7 +38,7 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
     loaded = load_base(base)
     drafter = load_drafter(Path(directory), dtype=loaded.drafter_dtype, device=loaded.device)
     pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
-    roles = roles_of(drafter.config.num_layers)
+    roles = list_roles(drafter.config.num_layers)
     ends_of_role: dict[str, list[Tensor]] = {role.name: [] for role in roles if role.kind == MATRIX}
 
     def note(role: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -46,11 +46,11 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
 
     for role in ends_of_role:
         drafter.get_submodule(role).register_forward_hook(partial(note, role))
-    with memory_guard("running the base"):
+    with guard_memory("running the base"):
         written = write_texts(
             pair.base,
             pair.codec,
-            shipped_prompts(FEW),
+            load_shipped_prompts(FEW_PER_WORKLOAD),
             new_tokens=_NEW_TOKENS,
             batch=_BATCH,
             chat_template=True,
@@ -69,7 +69,7 @@ def _combine_ranges(ends: Tensor) -> tuple[Range, Range]:
     return (low_in, high_in), (low_out, high_out)
 
 
-def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> float:
+def measure_cut_off(directory: str, grids: StaticActivations, *, reporter: Reporter) -> float:
     """Return the share of activations of the base in ``directory`` that the static scales of a bundle would clip.
 
     The base reads our own prompts in its own type, with no activation quantized.
@@ -82,13 +82,16 @@ def measure_cut_off(directory: str, grids: Grids, *, reporter: Reporter) -> floa
     decoder = loaded.model.get_decoder()
     modules = dict(decoder.named_modules())
     counts = _ClippingCount()
-    for role in roles_of(len(decoder.layers), architecture=GEMMA4):
+    for role in list_roles(len(decoder.layers), architecture=GEMMA4):
         path = role.names["transformers"].removesuffix(".weight")
         if role.name in grids and path in modules:
             modules[path].register_forward_hook(partial(counts.add_call, grids[role.name]))
     codec = Codec(loaded.tokenizer, loaded.model.get_input_embeddings().num_embeddings)
-    texts = [codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS] for prompt in shipped_prompts(FEW)]
-    with memory_guard("running the base"), torch.inference_mode():
+    texts = [
+        codec.encode(prompt.content, chat_template=True)[:_MOST_TOKENS]
+        for prompt in load_shipped_prompts(FEW_PER_WORKLOAD)
+    ]
+    with guard_memory("running the base"), torch.inference_mode():
         for text in report_each(texts, reporter, "texts read"):
             loaded.model(input_ids=torch.tensor([text], device=loaded.device), use_cache=False)
     return counts.clipped / counts.numbers if counts.numbers else 0.0

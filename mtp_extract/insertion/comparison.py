@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_extract.bundle import Opened
+from mtp_extract.bundle import ModelFile
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.errors import PairError, escape, few
+from mtp_extract.errors import PairError, escape, list_few
 from mtp_extract.insertion.base import check_base, find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.encoding import compute_least_loss, sum_squares_by_group
@@ -35,7 +35,7 @@ from mtp_extract.insertion.slots import (
 )
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.progress import SILENT, Reporter, counter
+from mtp_extract.progress import SILENT, Reporter, make_counter
 
 EQUAL = "equal"
 HALF_STEP = "within half a step"
@@ -91,7 +91,7 @@ class BaseComparison:
         wrong = [r for r in self.roles if r.verdict in (DIFFERENT, NOT_FOUND)]
         if not wrong:
             return None
-        reasons = few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
+        reasons = list_few((f"{r.role}: {r.why or r.verdict}" for r in wrong), separator="; ")
         return PairError(
             f"{self.bundle}: {len(wrong)} of {len(self.roles)} roles are not the weights of "
             f"{escape(self.checkpoint)}: {reasons}."
@@ -102,20 +102,20 @@ class BaseComparison:
         return asdict(self) | {"checkpoint": str(self.checkpoint), "verdicts": self.counts}
 
 
-def compare_base(opened: Opened, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
+def compare_base(opened: ModelFile, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
     """Compare the base in ``opened`` with a checkpoint; MtpExtractError if one is unreadable or geometries differ."""
     checkpoint, base = read_base(directory), find_base(opened)
     check_base(checkpoint, base)
     verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], reporter)
     reason = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=reason) for name in checkpoint.unknown]
-    return BaseComparison(opened.source.name, directory, base.walk.layers, tuple(verdicts), checkpoint.others)
+    return BaseComparison(opened.source.name, directory, base.structure.layers, tuple(verdicts), checkpoint.others)
 
 
 def compare_slots(matches: Sequence[RoleMatch], reporter: Reporter = SILENT) -> list[RoleVerdict]:
     """Compare the stored weight of each role with the checkpoint's."""
     slots = [slot for match in matches for slot in match.slots]
-    report = counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
+    report = make_counter(reporter, "comparing", sum(math.prod(slot.new.shape) for slot in slots))
     differing = set[WeightSlot]()
     wrong = set[WeightSlot]()
 

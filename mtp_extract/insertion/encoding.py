@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.checkpoint.rounding import SCALES, rounded_again
-from mtp_extract.checkpoint.weight import Steps, same_weight, unfold_factor
-from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, few
+from mtp_extract.checkpoint.rounding import SCALES, repeat_roundings
+from mtp_extract.checkpoint.weight import Steps, is_same_weight, unfold_factor
+from mtp_extract.errors import CheckpointError, OutputError, UnsupportedError, list_few
 from mtp_extract.insertion.slots import WeightSlot, are_equal, compute_relative_error, map_rows, sum_squares
-from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, encode_floats, widened
+from mtp_extract.litertlm.storage import FLOAT_TYPES, LARGEST_SCALE, Floats, Storage, encode_floats, widen_floats
 
 KEPT = "kept"
 AS_CODES = "codes"
@@ -236,7 +236,7 @@ def check_written(path: Path, slots: Iterable[WeightSlot], planned: Mapping[str,
         {slot: {expected[key] for key in keys} for slot, keys in written.items() if slot.role not in wrong}
     )
     if wrong:
-        raise OutputError(f"{path}: {few(sorted(wrong))} reads back differently. Nothing was kept.")
+        raise OutputError(f"{path}: {list_few(sorted(wrong))} reads back differently. Nothing was kept.")
 
 
 def _find_wrong_contents(expected: Mapping[WeightSlot, Iterable[Encoding]]) -> set[str]:
@@ -285,7 +285,8 @@ def _has_equal_codes(slot: WeightSlot) -> bool:
     # A constant without codes by rows raises: no format keeps such integers.
     with suppress(CheckpointError, UnsupportedError):
         return slot.new.scheme is not None and any(
-            same_weight(rounded_again(slot.stored_weight, (f"{kind}{SCALES}",)), slot.new) for kind in ("F32", "FP16")
+            is_same_weight(repeat_roundings(slot.stored_weight, (f"{kind}{SCALES}",)), slot.new)
+            for kind in ("F32", "FP16")
         )
     return False
 
@@ -296,7 +297,7 @@ def _find_scales_of_codes(slot: WeightSlot) -> GroupScales | None:
     storage = slot.storage
     if slot.new.scheme is None or storage.packing is None or slot.stored_constant.folded:
         return None
-    scales = _arrange_scales(slot.new.steps.by_row(), storage, slot.stored_constant.factor)
+    scales = _arrange_scales(slot.new.steps.merge_equal_blocks(), storage, slot.stored_constant.factor)
     if scales is None:
         return None
     lowest, highest = (0, 0) if storage.symmetric else (storage.packing.lowest, storage.packing.highest)
@@ -348,7 +349,7 @@ def _measure_floats(slot: WeightSlot, values: Floats, first: int, last: int) -> 
     before = slot.read_stored_bytes(first, last)
     after = encode_floats(values, type_, slot.role)
 
-    lost, changed = (sum_squares(widened(stored, type_) - values) for stored in (after, before))
+    lost, changed = (sum_squares(widen_floats(stored, type_) - values) for stored in (after, before))
     return _RowMeasurement(after == before, _list_stored_scales(slot), SquareSums(lost, changed, sum_squares(values)))
 
 

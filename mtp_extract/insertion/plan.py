@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_extract.errors import UnsupportedError, few
+from mtp_extract.errors import UnsupportedError, list_few
 from mtp_extract.insertion.encoding import KEPT, Encoding, SquareSums
 from mtp_extract.insertion.slots import Location, WeightSlot, compute_relative_error, map_rows
 from mtp_extract.io.assembled import Put, write_copy
-from mtp_extract.io.place import PathLike, staged
+from mtp_extract.io.place import PathLike, stage_output
 from mtp_extract.io.source import Source
 from mtp_extract.litertlm.storage import FLOAT_TYPES, encode_floats
 from mtp_extract.litertlm.tflite import Tensor, TfliteModel
-from mtp_extract.progress import SILENT, Reporter, counter
+from mtp_extract.progress import SILENT, Reporter, make_counter
 from mtp_extract.proof.proof import Proof
 
 NewBytes = bytes | memoryview
@@ -70,7 +70,7 @@ class Losses:
         return cls(Loss.of(SquareSums.total(measured.values())), dict(worst_first))
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """The total and the largest losses, as a sentence; empty if nothing is lost."""
         if not self.roles:
             return ""
@@ -133,7 +133,7 @@ class InsertionPlan:
             return None
         return UnsupportedError(
             f"{self.source.name}: rounding to its types would lose more than {MOST_LOST:.0%} of {len(ruined)} roles: "
-            f"{few(_format_losses(ruined))}. Train with the file's grid in the loop (quantization-aware), from "
+            f"{list_few(_format_losses(ruined))}. Train with the file's grid in the loop (quantization-aware), from "
             "Google's public mobile checkpoint, whose codes the bundle holds; or take the loss.",
             remedies=("force",),
         )
@@ -154,14 +154,14 @@ class InsertionPlan:
         if (refusal := self.refusal) is not None and not force:
             raise refusal
         target = Path(out)
-        with staged(target, overwrite=overwrite, inputs=self.inputs) as stage:
-            write_copy(stage, self.source, counter(reporter, "writing", self.source.size), self._fill)
+        with stage_output(target, overwrite=overwrite, inputs=self.inputs) as stage:
+            write_copy(stage, self.source, make_counter(reporter, "writing", self.source.size), self._fill)
             proof = self.check(stage)
         notes = list(self.notes)
         # LiteRT-LM (XNNPACK) uses weights packed from an older file if name, modification second and size are equal.
         neighbours = (path.name for path in target.absolute().parent.iterdir() if path.name.startswith(target.name))
         if names := sorted(name for name in neighbours if name.endswith("xnnpack_cache")):
-            notes.append(f"Delete {few(names)}: the runtime packed them from an older file of this name.")
+            notes.append(f"Delete {list_few(names)}: the runtime packed them from an older file of this name.")
         return InsertionResult(target, self.source.size, tuple(notes), proof, self)
 
     def _fill(self, put: Put) -> None:
@@ -286,7 +286,7 @@ def _find_other_byte_ranges(model: TfliteModel, weights: Sequence[Tensor | None]
     for tensor in (tensor for graph in model.subgraphs for tensor in graph.tensors):
         if (tensor.subgraph, tensor.index) in keys or not model.has_data(tensor):
             continue
-        data = model.data_of(tensor)
+        data = model.locate_data(tensor)
         spans = [(data.begin, data.size)]
         # Scales of floats are unused metadata.
         if tensor.quantization is not None and tensor.type not in FLOAT_TYPES:

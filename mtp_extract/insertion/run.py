@@ -11,24 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.bundle import MODEL_TYPE, Opened, Shard, open_bundle
+from mtp_extract.bundle import MODEL_TYPE, BundledDrafter, ModelFile, open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, few
-from mtp_extract.insertion.activations import Grids, Ranges, calibrate_activations, describe_static_activations
+from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError, escape, list_few
+from mtp_extract.insertion.activations import (
+    Ranges,
+    StaticActivations,
+    calibrate_activations,
+    describe_static_activations,
+)
 from mtp_extract.insertion.base import check_base, describe_differences, find_base, find_misfits
 from mtp_extract.insertion.base_checkpoint import BaseCheckpoint, check_merged, holds_base, read_base
 from mtp_extract.insertion.encoding import KEPT, check_written, encode_slots
 from mtp_extract.insertion.plan import InsertionPlan, Losses, build_overlays
 from mtp_extract.insertion.slots import Location, WeightSlot, match_roles
 from mtp_extract.io.opening import is_checkpoint
-from mtp_extract.io.place import PathLike, files_of
-from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle
+from mtp_extract.io.place import PathLike, list_files
+from mtp_extract.litertlm.container import TFLITE_MODEL, TFLITE_WEIGHTS, read_bundle_header
 from mtp_extract.litertlm.writer import NewSection, add_sections
-from mtp_extract.pipeline.check import ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint
-from mtp_extract.progress import SILENT, Reporter, counter
+from mtp_extract.pipeline.check import CheckpointDirectory
+from mtp_extract.pipeline.extraction import build_checkpoint, prove_checkpoint
+from mtp_extract.progress import SILENT, Reporter, make_counter
 from mtp_extract.proof.proof import Proof
 
 # Relative: exporters compute constants in float32, and configurations round them.
@@ -42,12 +47,12 @@ _COMPARED = (
 
 
 @contextmanager
-def planned_insertion(
+def plan_insertion(
     source: PathLike,
     bundle: PathLike,
     *,
     measure: Callable[[], Ranges] | None = None,
-    cut_off: Callable[[Grids], tuple[float, float]] | None = None,
+    cut_off: Callable[[StaticActivations], tuple[float, float]] | None = None,
     graph_from: PathLike | None = None,
     section: int | None = None,
     reporter: Reporter = SILENT,
@@ -74,22 +79,22 @@ def planned_insertion(
                     remedies=wrong,
                 )
             base, opened = read_base(Path(source)), stack.enter_context(open_bundle(bundle))
-            yield _plan_base(base, opened, (bundle, *files_of(source)), cut_off, reporter)
+            yield _plan_base(base, opened, (bundle, *list_files(source)), cut_off, reporter)
             return
 
         template = None
         if is_checkpoint(source):
-            checkpoint = ReadDirectory.of(source).checkpoint
+            checkpoint = CheckpointDirectory.of(source).checkpoint
         else:
             template = stack.enter_context(open_bundle(source))
             template.prefetch()
-            checkpoint = checkpoint_of(template.drafter())
+            checkpoint = build_checkpoint(template.read_drafter())
 
         opened, window = stack.enter_context(open_bundle(bundle, section=section)), checkpoint.mtp.sliding_window
         if graph_from is not None:
             template = stack.enter_context(open_bundle(graph_from))
         try:
-            drafter, added = opened.drafter(window), False
+            drafter, added = opened.read_drafter(window), False
         except NoDrafterError as error:
             drafter, added = _add_drafter(opened, template, window, error), True
         if graph_from is not None and not added:
@@ -100,7 +105,9 @@ def planned_insertion(
         yield _plan_drafter(checkpoint, drafter, (bundle, source, graph_from), measure, added)
 
 
-def _add_drafter(opened: Opened, template: Opened | None, window: int | None, error: NoDrafterError) -> Shard:
+def _add_drafter(
+    opened: ModelFile, template: ModelFile | None, window: int | None, error: NoDrafterError
+) -> BundledDrafter:
     """Add the model of ``template``'s drafter as a new last section of ``opened``, and return the drafter there.
 
     Raises:
@@ -113,14 +120,14 @@ def _add_drafter(opened: Opened, template: Opened | None, window: int | None, er
         raise NoDrafterError(
             f"{error} To add a drafter to it, give a bundle whose drafter's graph it gets.", remedies=("graph_from",)
         ) from error
-    drafter = template.drafter()
+    drafter = template.read_drafter()
     items = {key: str(value) for key, value in drafter.section.items.items()} if drafter.section else {}
     items = items or {"model_type": f"tf_lite_{MODEL_TYPE}", "backend_constraint": "cpu"}
     sections = [NewSection(TFLITE_MODEL, items, drafter.model.region)]
     if (weights := drafter.model.weights) is not None:
         sections.append(NewSection(TFLITE_WEIGHTS, {"model_type": items["model_type"]}, weights))
     virtual = add_sections(bundle, sections)
-    added = Opened(virtual, read_bundle(virtual), None, template.signature).drafter(window)
+    added = ModelFile(virtual, read_bundle_header(virtual), None, template.signature).read_drafter(window)
     if problems := "; ".join(find_misfits(added)):
         raise PairError(
             f"{opened.source.name}: its base cannot run the drafter of {template.source.name}: {problems}. Take a "
@@ -131,7 +138,7 @@ def _add_drafter(opened: Opened, template: Opened | None, window: int | None, er
 
 def _plan_drafter(
     checkpoint: Checkpoint,
-    drafter: Shard,
+    drafter: BundledDrafter,
     inputs: tuple[PathLike | None, ...],
     measure: Callable[[], Ranges] | None,
     added: bool,
@@ -150,9 +157,9 @@ def _plan_drafter(
 
     def check(path: Path) -> Proof:
         with open_bundle(path, section=opened.section, signature=opened.signature) as new:
-            new_drafter = new.drafter(checkpoint.mtp.sliding_window)
+            new_drafter = new.read_drafter(checkpoint.mtp.sliding_window)
             check_written(path, _match_drafter(new_drafter, checkpoint), encodings)
-            return prove_checkpoint(new_drafter, checkpoint_of(new_drafter))
+            return prove_checkpoint(new_drafter, build_checkpoint(new_drafter))
 
     return InsertionPlan(source, encodings, (*overlays, *scales), (*notes, *remarks), inputs, check, added=added)
 
@@ -185,28 +192,30 @@ def _compare_configs(checkpoint: DrafterConfig, graph: DrafterConfig, name: str)
     return notes
 
 
-def _match_drafter(drafter: Shard, checkpoint: Checkpoint) -> list[WeightSlot]:
-    places = {role.role: (Location(drafter.model, role),) for role in drafter.walk.roles}
-    tensors = checkpoint.whole().tensors
-    weights = {role.name: tensors[role.name] for role in shapes_of(drafter.config) if role.name in tensors}
+def _match_drafter(drafter: BundledDrafter, checkpoint: Checkpoint) -> list[WeightSlot]:
+    places = {role.role: (Location(drafter.model, role),) for role in drafter.structure.roles}
+    tensors = checkpoint.complete().tensors
+    weights = {role.name: tensors[role.name] for role in list_shapes(drafter.config) if role.name in tensors}
     return [slot for match in match_roles(places, weights, checkpoint.dtype) for slot in match.require_slots()]
 
 
 def _plan_base(
     checkpoint: BaseCheckpoint,
-    opened: Opened,
+    opened: ModelFile,
     inputs: tuple[PathLike | None, ...],
-    cut_off: Callable[[Grids], tuple[float, float]] | None,
+    cut_off: Callable[[StaticActivations], tuple[float, float]] | None,
     reporter: Reporter,
 ) -> InsertionPlan:
     if checkpoint.unknown:
         raise CheckpointError(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
-            f"{few(checkpoint.unknown)}. They cannot be put into a bundle."
+            f"{list_few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
     slots = _match_base(opened, checkpoint)
     notes = [*opened.remarks]
-    encodings = encode_slots(slots, counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots)))
+    encodings = encode_slots(
+        slots, make_counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots))
+    )
     overlays = tuple(build_overlays(encoding for of_role in encodings.values() for encoding in of_role))
     if warning := Losses.of(encodings).warning:
         notes.append(warning)
@@ -224,7 +233,7 @@ def _plan_base(
     return InsertionPlan(opened.source, encodings, overlays, tuple(notes), inputs, check, of_base=True)
 
 
-def _match_base(opened: Opened, checkpoint: BaseCheckpoint) -> list[WeightSlot]:
+def _match_base(opened: ModelFile, checkpoint: BaseCheckpoint) -> list[WeightSlot]:
     base = find_base(opened)
     check_base(checkpoint, base)
     return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.require_slots()]

@@ -18,11 +18,11 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import Stored, common_dtype
-from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges
+from mtp_extract.checkpoint.stored import FileWeight, find_common_dtype
+from mtp_extract.checkpoint.weight import BundleWeight, Weight, build_constant_weight, split_rows
 from mtp_extract.errors import CheckpointError, PairError, UnsupportedError
 from mtp_extract.graph.roles import FoundRole
-from mtp_extract.io.threads import on_all_cores
+from mtp_extract.io.threads import map_on_all_cores
 from mtp_extract.litertlm.storage import Floats, Storage
 from mtp_extract.litertlm.tflite import TfliteModel
 
@@ -43,9 +43,9 @@ class Location:
     columns: tuple[int, int] | None = None  # of the role's weight, ``[begin, end)``; None for all
 
     @property
-    def constant(self) -> Constant | None:
+    def constant(self) -> BundleWeight | None:
         """None if the converter folded a weight of ones away."""
-        return None if self.found.tensor is None else Constant(self.model, self.found)
+        return None if self.found.tensor is None else BundleWeight(self.model, self.found)
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -68,12 +68,12 @@ class WeightSlot:
     dtype: str  # the type to which the checkpoint's floats were rounded, a name in DTYPES
 
     @cached_property
-    def constant(self) -> Constant | None:
+    def constant(self) -> BundleWeight | None:
         """The constant in the bundle; None if it was folded away."""
         return self.places[0].constant if self.places else None
 
     @property
-    def stored_constant(self) -> Constant:
+    def stored_constant(self) -> BundleWeight:
         """:attr:`constant` of a slot that has one."""
         assert self.constant is not None
         return self.constant
@@ -91,7 +91,7 @@ class WeightSlot:
     @cached_property
     def stored_weight(self) -> Weight:
         """The weight in the bundle: ones if nothing is stored."""
-        return self.constant or constant_weight(self.new.shape)
+        return self.constant or build_constant_weight(self.new.shape)
 
     @cached_property
     def needs_all_rows(self) -> bool:
@@ -102,7 +102,7 @@ class WeightSlot:
 
     def list_row_ranges(self) -> Iterable[tuple[int, int]]:
         """Split the rows into ranges ``[first, last)`` that are processed at a time."""
-        return [(0, self.new.rows)] if self.needs_all_rows else row_ranges(self.new, _ELEMENTS)
+        return [(0, self.new.rows)] if self.needs_all_rows else split_rows(self.new, _ELEMENTS)
 
     def find_slice(self, total: int, first: int, last: int) -> slice:
         """Return the slice of ``total`` stored bytes, codes or scales that belongs to rows ``[first, last)``."""
@@ -164,13 +164,13 @@ def match_roles(
         candidates = _choose_factor(places.get(role, ()), weight)
         is_scalar = role.endswith(_SCALAR)
         if weight is None and is_scalar and without_scalars:
-            weight = constant_weight((1,))
+            weight = build_constant_weight((1,))
         shape = _find_shape(candidates)
         problem = _describe_problem(weight, shape, is_read=bool(candidates) or is_scalar)
         slots = list[WeightSlot]()
         if weight is not None and not problem:
-            slots = _build_slots(role, candidates, weight, dtype or common_dtype([weight]))
-        name = weight.name if isinstance(weight, Stored) else None
+            slots = _build_slots(role, candidates, weight, dtype or find_common_dtype([weight]))
+        name = weight.name if isinstance(weight, FileWeight) else None
         yield RoleMatch(role, name, weight.shape if weight else shape, candidates, slots, problem)
 
 
@@ -200,7 +200,7 @@ def _choose_factor(places: tuple[Location, ...], weight: Weight | None) -> tuple
     constant = places[0].constant if places else None
     if constant is None or weight is None or not places[0].found.other_factors or constant.shape != weight.shape:
         return places
-    sums = [(sum_squares(constant.floats(*rows)), sum_squares(weight.floats(*rows))) for rows in row_ranges(weight)]
+    sums = [(sum_squares(constant.floats(*rows)), sum_squares(weight.floats(*rows))) for rows in split_rows(weight)]
     norm_stored, norm_wanted = (math.sqrt(sum(part)) for part in zip(*sums, strict=True))
     if not 0 < norm_stored < math.inf or not 0 < norm_wanted < math.inf:
         return places
@@ -219,7 +219,9 @@ def _build_slots(role: str, places: Iterable[Location], weight: Weight, dtype: s
         groups[place.content].append(place)
     slots = []
     for (columns, *_), group in groups.items():
-        part_of_weight = weight.in_columns(*columns) if columns is not None and isinstance(weight, Stored) else weight
+        part_of_weight = (
+            weight.cut_columns(*columns) if columns is not None and isinstance(weight, FileWeight) else weight
+        )
         slots.append(WeightSlot(role, tuple(group), part_of_weight, dtype))
     return slots or [WeightSlot(role, (), weight, dtype)]
 
@@ -230,7 +232,7 @@ def map_rows(slots: Sequence[WeightSlot], step: Callable[[WeightSlot, int, int],
     groups = defaultdict[object, list[WeightSlot]](list)
     for slot in slots:
         new = slot.new
-        if isinstance(new, Stored) and new.cut is not None and not slot.needs_all_rows:
+        if isinstance(new, FileWeight) and new.cut is not None and not slot.needs_all_rows:
             # Columns of the same rows of a file: read together.
             groups[new.path, new.tensor.offset, new.columns].append(slot)
         else:
@@ -245,7 +247,7 @@ def map_rows(slots: Sequence[WeightSlot], step: Callable[[WeightSlot, int, int],
         return [step(slot, first, last) for slot in group]
 
     results = {slot: list[_T]() for slot in slots}
-    for (group, *_), results_of_group in zip(tasks, on_all_cores(process, tasks), strict=True):
+    for (group, *_), results_of_group in zip(tasks, map_on_all_cores(process, tasks), strict=True):
         for slot, result in zip(group, results_of_group, strict=True):
             results[slot].append(result)
     return results

@@ -99,12 +99,12 @@ def is_cached(path: Path) -> bool:
     return match is not None and path.resolve().parent == Path(match["folder"]).resolve() / "blobs"
 
 
-def name_of(place: Path) -> str:
+def name_checkpoint(place: Path) -> str:
     """Return the name of a checkpoint: that of its file or folder, or of its repository in the Hub's cache."""
     address = find_cached_address(place)
     return place.resolve().name if address is None else (address.path or address.repository).rpartition("/")[2]
 
 
-def public_name(place: str) -> str:
+def choose_public_name(place: str) -> str:
     """Return ``place`` as published files may state it: only the name of a directory, whose path is private."""
-    return name_of(Path(place)) if Path(place).is_dir() else place
+    return name_checkpoint(Path(place)) if Path(place).is_dir() else place

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from mtp_extract.io.files import new_file, read_back_error, write_all
+from mtp_extract.io.files import create_file, make_read_back_error, write_all
 from mtp_extract.io.source import LocalSource, Region, Source
-from mtp_extract.io.threads import on_all_cores
+from mtp_extract.io.threads import map_on_all_cores
 
 Put = Callable[[int, bytes | memoryview], None]
 """Writes bytes at an offset of the file."""
@@ -65,7 +65,7 @@ def write_copy(
     # One writer at a time: two would spin on the file's lock in the kernel instead of computing.
     writing = threading.Lock()
     source.prefetch(0, source.size)
-    with new_file(path, source.size) as fd:
+    with create_file(path, source.size) as fd:
 
         def put(at: int, data: bytes | memoryview) -> None:
             with writing:
@@ -80,6 +80,6 @@ def write_copy(
                 put(at, source.read(at, min(_READ, begin - at)))
             end = begin + length
     with LocalSource(path) as copy:
-        matches = on_all_cores(lambda span: xxh3_128_hexdigest(copy.read(*span[:2])) == span[2], written)
+        matches = map_on_all_cores(lambda span: xxh3_128_hexdigest(copy.read(*span[:2])) == span[2], written)
         if copy.size != source.size or not all(matches):
-            raise read_back_error(path)
+            raise make_read_back_error(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 FIRST_BYTES_READ = 512
-"""How many first bytes of a file :func:`file_kind` looks at."""
+"""How many first bytes of a file :func:`describe_file_kind` looks at."""
 
 _OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."
 _PAGE = "Fetch the file itself: on the Hub its address has /resolve/ in it, and a gated model wants a login."
@@ -22,7 +22,7 @@ _KINDS = (
 )
 
 
-def file_kind(head: bytes) -> str:
+def describe_file_kind(head: bytes) -> str:
     """Describe the file whose first :data:`FIRST_BYTES_READ` bytes are ``head``, and say what to do.
 
     Example: "an archive. Unpack it, and give the .litertlm or .tflite in it."

@@ -42,7 +42,7 @@ def read_regular(path: Path, largest: int) -> bytes:
 
 
 @contextmanager
-def new_file(path: Path, size: int) -> Iterator[int]:
+def create_file(path: Path, size: int) -> Iterator[int]:
     """Create ``path``, and its folder, with ``size`` zeros, and return a descriptor to write to.
 
     Raises:
@@ -64,12 +64,12 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         rest, offset = rest[written:], offset + written
 
 
-def read_back_error(path: Path) -> OutputError:
+def make_read_back_error(path: Path) -> OutputError:
     return OutputError(
         f"{format_path(path)}: what was written reads back differently. The disk may be failing; nothing was kept."
     )
 
 
-def aligned(size: int, alignment: int) -> int:
+def align_up(size: int, alignment: int) -> int:
     """Round ``size`` up to a multiple of ``alignment``."""
     return size + -size % alignment

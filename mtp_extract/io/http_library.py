@@ -36,7 +36,7 @@ _NO_ADDRESS = "the address is not http:// or https://, or the server redirects t
 _NO_HUB = "the answer lacks the Hub's headers: check HF_ENDPOINT, or a proxy that drops headers"
 
 
-def http_library() -> ModuleType:
+def import_http_library() -> ModuleType:
     """Import the HTTP library of huggingface_hub: httpx2, or httpx before its version 2."""
     import huggingface_hub
 
@@ -83,7 +83,7 @@ def _explain_error(error: BaseException) -> tuple[str, bool]:
     """Return the meaning of ``error``, and whether it may go away; "" if it is no error of the Hub or of HTTP."""
     from huggingface_hub import errors
 
-    http, response = http_library(), response_of(error)
+    http, response = import_http_library(), get_response(error)
     if (status := getattr(response, "status_code", 0)) in _BUSY:
         return f"the server {_BUSY[status]} ({status})", True
     rows: tuple[tuple[Any, str, bool], ...] = (  # the first decides
@@ -107,23 +107,23 @@ def _explain_status(response: Any) -> str:
         return ""
     status = response.status_code
     # Any other refusal may have many reasons, such as a setting of the token: the Hub's words say which.
-    words = "" if status in (401, 404, 416) else words_of_hub(response)
+    words = "" if status in (401, 404, 416) else read_hub_message(response)
     return STATUSES.get(status, f"the server answered {status}") + (f". The Hub says: {words}" if words else "")
 
 
-def response_of(error: BaseException) -> Any:
+def get_response(error: BaseException) -> Any:
     """Return the response that ``error`` is about; None if it is about none."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return error.response if isinstance(error, (HfHubHTTPError, http_library().HTTPStatusError)) else None
+    return error.response if isinstance(error, (HfHubHTTPError, import_http_library().HTTPStatusError)) else None
 
 
-def words_of_hub(response: Any) -> str:
+def read_hub_message(response: Any) -> str:
     """Return the Hub's message in the header of a refusal, without secrets; "" if there is none."""
-    return without_secrets(response.headers.get("X-Error-Message", "")).rstrip(".")
+    return mask_secrets(response.headers.get("X-Error-Message", "")).rstrip(".")
 
 
-def without_secrets(text: str, token: str = "") -> str:
+def mask_secrets(text: str, token: str = "") -> str:
     """Return ``text`` in one line without ``token`` or any other token, and URLs without logins and queries."""
     masked = text.replace(token, "…") if token else text
     masked = _URL.sub(r"\1\2", _SECRET.sub("…", masked))
@@ -132,7 +132,7 @@ def without_secrets(text: str, token: str = "") -> str:
 
 def hide_queries() -> None:
     """Keep signed URLs out of the logs of the HTTP library, at every level."""
-    library = http_library().__name__
+    library = import_http_library().__name__
     core = library.replace("httpx", "httpcore")
     parts = (f"{core}.{part}" for part in ("connection", "http11", "http2", "proxy"))
     for name in (library, *parts, "huggingface_hub.utils._http"):

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtp_extract.errors import CheckpointError, SourceError, escape, few
+from mtp_extract.errors import CheckpointError, SourceError, escape, list_few
 from mtp_extract.io.address import BUNDLE, COMMIT, HubAddress, find_cached_address, parse_address
-from mtp_extract.io.http_library import FaultError, translate_errors, without_secrets
+from mtp_extract.io.http_library import FaultError, mask_secrets, translate_errors
 from mtp_extract.io.remote import RemoteSource, retry_question
 from mtp_extract.io.source import LocalSource, Source
 from mtp_extract.progress import SILENT, Reporter
@@ -48,9 +48,9 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
     if isinstance(source, Source):
         return source
     if address := _find_address(source):
-        files = bundles_at(address, token) or [address]
+        files = list_bundles(address, token) or [address]
         if len(files) > 1:
-            names = few((file.name for file in files), most=20)
+            names = list_few((file.name for file in files), most=20)
             raise SourceError(f"{address.name}: expected one {BUNDLE}, found {names}. Name a file.")
         return _open_hub(files[0], token, reporter)
     assert not isinstance(source, HubAddress)
@@ -60,7 +60,7 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
     )
 
 
-def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
+def list_bundles(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
     """Return the addresses of the bundles in a repository or folder of the Hub, sorted by path.
 
     Offline, these are the bundles in the Hub's cache. The list is empty if ``source`` names a file, on the Hub or
@@ -75,7 +75,7 @@ def bundles_at(source: Named | Source, token: str | bool | None = None) -> list[
     paths = _list_sizes(address, token)
     bundles = [replace(address, path=path) for path in sorted(paths) if path.endswith(BUNDLE)]
     if not bundles:
-        present = few(paths) or "no files"
+        present = list_few(paths) or "no files"
         raise SourceError(f"{address.name}: expected a {BUNDLE}, found {present}. Name another repository, or a file.")
     return bundles
 
@@ -145,7 +145,7 @@ def is_checkpoint(place: str | os.PathLike[str]) -> bool:
     return os.path.isdir(place) or (os.fspath(place).endswith(".gguf") and os.path.isfile(place))
 
 
-def checkpoint_here(
+def fetch_checkpoint(
     source: str | os.PathLike[str], *, or_bundle: bool = False, largest: int = _LARGEST, fetch: bool = True
 ) -> str:
     """Return the local path of a checkpoint: ``source`` itself, or the folder of the Hub's cache it is fetched to.
@@ -192,7 +192,7 @@ def _download(folder: HubAddress) -> str:
         try:
             return snapshot_download(folder.repository, revision=folder.revision, allow_patterns=pattern)
         except RuntimeError as error:  # raised by hf_xet if the Hub's storage fails
-            raise FaultError(folder.name, f"the storage failed: {without_secrets(str(error))}") from None
+            raise FaultError(folder.name, f"the storage failed: {mask_secrets(str(error))}") from None
 
     return os.path.join(retry_question(folder.name, download), folder.path).rstrip("/")
 
@@ -201,7 +201,7 @@ def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -
     """Raise SourceError unless ``folder`` holds a checkpoint of at most ``largest`` bytes."""
     _check_merged(folder.name, sizes)
     if f"{folder.path}config.json" not in sizes:
-        excess = f"found {few(sizes) or 'no files'}. Name another, or download a file and give its path."
+        excess = f"found {list_few(sizes) or 'no files'}. Name another, or download a file and give its path."
         raise SourceError(f"{folder.name}: expected a folder with a config.json, {excess}")
     if (size := sum(sizes.values())) > largest:
         excess = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"

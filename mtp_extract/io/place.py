@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mtp_extract.errors import MtpExtractError, OutputError, escape, few
+from mtp_extract.errors import MtpExtractError, OutputError, escape, list_few
 from mtp_extract.io.threads import check_interrupted
 
 try:
@@ -48,7 +48,7 @@ _LEFT_BY_PROGRAMS = re.compile(r"(.*/)?(\.DS_Store|\.gitattributes|Thumbs\.db|de
 _ELSEWHERE = "Move it elsewhere, or choose another place."
 
 
-def listing(record: str, files: Container[str]) -> OwnFiles:
+def make_own_files(record: str, files: Container[str]) -> OwnFiles:
     """Return a function that lists ``files`` as ours in a directory with the file ``record``, and refuses any other."""
 
     def listed(place: Path) -> Container[str]:
@@ -59,7 +59,7 @@ def listing(record: str, files: Container[str]) -> OwnFiles:
     return listed
 
 
-def files_of(directory: PathLike | None) -> list[Path]:
+def list_files(directory: PathLike | None) -> list[Path]:
     """Return the files directly in ``directory``, none if it is not on this machine.
 
     As inputs they are protected, while a result may still be written into the directory.
@@ -69,7 +69,7 @@ def files_of(directory: PathLike | None) -> list[Path]:
 
 
 def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None) -> None:
-    """Raise OutputError, before any work is done, if :func:`staged` may not write to ``place``.
+    """Raise OutputError, before any work is done, if :func:`stage_output` may not write to ``place``.
 
     Args:
         overwrite: replace what is there, if it is of the same kind.
@@ -81,7 +81,7 @@ def check_place(place: PathLike, *, overwrite: bool, inputs: InputPaths = (), li
 
 
 @contextmanager
-def staged(
+def stage_output(
     place: PathLike, *, overwrite: bool, inputs: InputPaths = (), listed: OwnFiles | None = None
 ) -> Iterator[Path]:
     """Yield the path of a new directory, or of a file to create, and rename it to ``place`` when the block ends.
@@ -193,7 +193,7 @@ def _check_free(target: Path, overwrite: bool, listed: OwnFiles | None) -> None:
         if not any(target.iterdir()):
             return
         if foreign := sorted(_find_foreign_files(target, listed(target))):
-            why = f"has files that its record does not list, so it is not replaced: {few(foreign)}."
+            why = f"has files that its record does not list, so it is not replaced: {list_few(foreign)}."
             raise _make_refusal(target, why, _ELSEWHERE)
     if not overwrite:
         exists = f"{format_path(target)}: exists. Replace it, or choose another place."

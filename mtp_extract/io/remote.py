@@ -88,7 +88,7 @@ class RemoteSource(FileSource):
         self.check(offset, length)
 
         def show(end: int) -> None:
-            self._reporter.done("fetching", min(max(end - offset, 0), length), length, BYTES)
+            self._reporter.report_progress("fetching", min(max(end - offset, 0), length), length, BYTES)
 
         self._fetch(offset, length, show)
 

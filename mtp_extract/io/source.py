@@ -56,12 +56,12 @@ class Source(AbstractContextManager["Source"]):
     def prefetch(self, offset: int, length: int) -> None:
         """Announce that a range will be read in small pieces. Local sources ignore it."""
 
-    def sha256(self, reporter: Reporter = SILENT) -> str:
+    def compute_sha256(self, reporter: Reporter = SILENT) -> str:
         """Read all bytes and return their SHA-256: about 3 seconds per GiB."""
         digest = hashlib.sha256()
         for begin in range(0, self.size, _HASHED_AT_ONCE):
             digest.update(self.read(begin, min(_HASHED_AT_ONCE, self.size - begin)))
-            reporter.done("hashing", min(begin + _HASHED_AT_ONCE, self.size), self.size, BYTES)
+            reporter.report_progress("hashing", min(begin + _HASHED_AT_ONCE, self.size), self.size, BYTES)
         return digest.hexdigest()
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-def on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+def map_on_all_cores(work: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Call ``work`` for each of ``items`` in threads, and return the results in order.
 
     After an exception no further call is started.

@@ -44,7 +44,7 @@ class Figure(Record, frozen=True):  # type: ignore[misc]  # msgspec lets a froze
     ci95: Bounds | None = None  #: 95 % over texts; null with too few, and then nothing is decided
 
 
-def read(value: Any, kind: type[T]) -> T:
+def parse_record(value: Any, kind: type[T]) -> T:
     """Return ``value``, parsed from JSON, as a ``kind``; keys without a field are ignored.
 
     Raises:

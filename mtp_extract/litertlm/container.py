@@ -81,7 +81,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class BundleHeader:
     """The header of a ``.litertlm``."""
 
     source: Source
@@ -93,7 +93,7 @@ class Bundle:
     def region(self, section: Section) -> Region:
         return Region(self.source, section.begin, section.size, section.label)
 
-    def weights_of(self, section: Section) -> Section | None:
+    def find_weights(self, section: Section) -> Section | None:
         """Find the TFLiteWeights section with the model_type of ``section``; FormatError if there are several."""
         same = [s for s in self.sections if s.data_type == TFLITE_WEIGHTS and s.model_type == section.model_type]
         if len(same) > 1:
@@ -109,7 +109,7 @@ def is_bundle(source: Source) -> bool:
     return source.size >= len(MAGIC) and source.read(0, len(MAGIC)) == MAGIC
 
 
-def read_bundle(source: Source) -> Bundle:
+def read_bundle_header(source: Source) -> BundleHeader:
     """Read and check the header of ``source``.
 
     Raises:
@@ -131,7 +131,7 @@ def read_bundle(source: Source) -> Bundle:
         for index, entry in enumerate(listing.tables(0) if listing else ())
     )
     _check_ranges(source, end, sections)
-    return Bundle(source, version, end, _read_items(system), sections)
+    return BundleHeader(source, version, end, _read_items(system), sections)
 
 
 def _read_start(source: Source) -> tuple[tuple[int, int, int], int]:

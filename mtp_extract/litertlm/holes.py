@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 20
 _SMALLEST_SCALE = 1e-7
 
 
-def zero_pages(region: Region) -> Iterator[tuple[int, int]]:
+def find_zero_pages(region: Region) -> Iterator[tuple[int, int]]:
     """Find runs of zero pages: ``(begin, end)`` in bytes of ``region``, aligned in the file."""
     first = -region.begin % PAGE
     length_of_pages = max(region.size - first, 0) // PAGE * PAGE
@@ -44,7 +44,7 @@ def zero_pages(region: Region) -> Iterator[tuple[int, int]]:
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
-def missing_rows(constant: QuantizedTensor) -> range | None:
+def find_missing_rows(constant: QuantizedTensor) -> range | None:
     """Find the first rows (or blocks with scales) whose codes or scales were not downloaded.
 
     None if there are none, or it cannot be known: floats, or one scale for all rows.
@@ -53,7 +53,7 @@ def missing_rows(constant: QuantizedTensor) -> range | None:
     if not storage.by_rows:
         return None
     bits = storage.columns * ELEMENT_BITS[storage.type]
-    for begin, end in zero_pages(constant.location):
+    for begin, end in find_zero_pages(constant.location):
         first, last = -(-begin * 8 // bits), end * 8 // bits
         if first < last and _belong_to_numbers(scale, first, last):
             return range(first, last)

@@ -31,7 +31,7 @@ def _find_entry(sha256: str | None, section: str | None = None) -> Entry | None:
     return None
 
 
-def known_bundle(source: Source) -> Entry | None:
+def find_published_bundle(source: Source) -> Entry | None:
     """Find the published file ``source`` by the SHA-256 that the Hub states; None if it states none, or is unknown."""
     return _find_entry(find_stated_sha256(source.provenance))
 
@@ -51,7 +51,7 @@ def compare_with_published(source: Source, reporter: Reporter = SILENT) -> dict[
     stated = find_stated_sha256(source.provenance)
     if source.path is None or (published is None and stated is None):
         return None
-    computed = source.sha256(reporter)
+    computed = source.compute_sha256(reporter)
     if stated not in (None, computed):
         raise SourceError(
             f"{source.name}: expected the SHA-256 {stated}, as the Hub states it, found {computed}. The copy in the "
@@ -70,13 +70,13 @@ def find_stated_sha256(provenance: Mapping[str, str]) -> str | None:
     return stated if stated and _SHA256.fullmatch(stated) else None
 
 
-def bundle_of(extraction: Mapping[str, Any]) -> Entry | None:
+def find_bundle_of_origin(extraction: Mapping[str, Any]) -> Entry | None:
     """Find the published file behind an ``extraction.json``, by the SHA-256 of the file or of the drafter's section."""
     source = extraction["source"]
     return _find_entry(find_stated_sha256(source.get("provenance") or {}), (source.get("section") or {}).get("sha256"))
 
 
-def base_model_of(extraction: Mapping[str, Any]) -> str | None:
+def find_base_model(extraction: Mapping[str, Any]) -> str | None:
     """Return the Hub id (or directory) of the base: the one of a tuning or an ordered head, or the published bundle's.
 
     None if the record does not say it. The shape would not tell: a fine-tuned base has the shape of the published one.
@@ -84,13 +84,13 @@ def base_model_of(extraction: Mapping[str, Any]) -> str | None:
     fitted = extraction.get("tuning") or extraction.get("ordered_head")
     if fitted:
         return str(fitted["base"])
-    bundle = bundle_of(extraction)
+    bundle = find_bundle_of_origin(extraction)
     return str(bundle["base_model"]) if bundle else None
 
 
-def license_of(extraction: Mapping[str, Any]) -> Entry | None:
+def find_license(extraction: Mapping[str, Any]) -> Entry | None:
     """Return the licence of the weights; None unless the bundle is published, or from the repository of one that is."""
-    bundles, bundle = load_mapping("bundles"), bundle_of(extraction)
+    bundles, bundle = load_mapping("bundles"), find_bundle_of_origin(extraction)
     by_repository = {entry["repository"]: entry["license"] for entry in bundles["bundles"]}
     provenance = extraction["source"].get("provenance") or {}
     id_ = bundle["license"] if bundle else by_repository.get(provenance.get("repository"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mtp_extract.errors import FormatError, UnsupportedError, several
+from mtp_extract.errors import FormatError, UnsupportedError, format_count
 from mtp_extract.io.source import Region
 from mtp_extract.litertlm.storage import (
     CHUNK_ELEMENTS,
@@ -24,7 +24,7 @@ from mtp_extract.litertlm.storage import (
     Integers,
     Packing,
     Storage,
-    widened,
+    widen_floats,
 )
 from mtp_extract.litertlm.tflite import ELEMENT_BITS, Blockwise, Quantization, Tensor, TensorType, TfliteModel
 
@@ -105,7 +105,7 @@ class QuantizedTensor:
         for at in range(begin, end, step):
             part = result[at - begin : at - begin + step]
             if self.packing is None:
-                np.copyto(part, widened(self._read_bytes(at, at + part.size), self.storage.type))
+                np.copyto(part, widen_floats(self._read_bytes(at, at + part.size), self.storage.type))
                 if not np.isfinite(part).all():
                     raise FormatError(f"{self.tensor.label} holds values that are not finite: the file is damaged.")
             else:
@@ -140,9 +140,9 @@ def _read_channel_scales(tensor: Tensor, quantization: Quantization) -> tuple[Fl
     if scales != 1 and not (0 <= axis < len(tensor.shape) and scales == tensor.shape[axis] and scales > 0):
         raise FormatError(f"{tensor.label} has {scales} scales along axis {axis}; expected 1, or one per channel.")
     if zeros not in (0, 1, scales):
+        counts = f"{format_count(zeros, 'zero point')} for {format_count(scales, 'scale')}"
         raise FormatError(
-            f"{tensor.label} has {several(zeros, 'zero point')} for {several(scales, 'scale')}; expected none, 1, or "
-            "one per scale. The file is damaged: fetch it again."
+            f"{tensor.label} has {counts}; expected none, 1, or one per scale. The file is damaged: fetch it again."
         )
     return quantization.scale, quantization.zero_point
 

@@ -144,7 +144,7 @@ def round_floats(values: Floats, type_: TensorType) -> npt.NDArray[np.generic]:
     return result
 
 
-def widened(stored: bytes | memoryview, type_: TensorType) -> Floats:
+def widen_floats(stored: bytes | memoryview, type_: TensorType) -> Floats:
     """Convert little-endian numbers of a type of :data:`FLOAT_TYPES` exactly to float32, flat."""
     if type_ is TensorType.FLOAT32:
         return np.frombuffer(stored, "<f4")
@@ -297,7 +297,7 @@ class Storage:
 def _round_block_scales(scale: Floats) -> Floats:
     """Round scales of blocks as files store them: BF16 numbers in FP16."""
     try:
-        brains = widened(round_floats(scale, TensorType.BFLOAT16).tobytes(), TensorType.BFLOAT16)
+        brains = widen_floats(round_floats(scale, TensorType.BFLOAT16).tobytes(), TensorType.BFLOAT16)
         halves = round_floats(brains, TensorType.FLOAT16)
     except OverflowError as error:
         raise UnsupportedError("A scale of blocks leaves FP16, in which the file stores them.") from error

@@ -113,7 +113,7 @@ class Quantization:
         """Zero points as stored, int64 ``[zero_points.count]``."""
         return np.frombuffer(self.zero_points.stored(), "<i8")
 
-    def same_scales(self, other: Quantization) -> bool:
+    def has_same_scales(self, other: Quantization) -> bool:
         """Whether scales and zero points equal those of ``other``; the same bytes need not be read."""
         pairs = ((self.scales, other.scales), (self.zero_points, other.zero_points))
         return all(a.count == b.count and (a.start == b.start or a.stored() == b.stored()) for a, b in pairs)
@@ -241,14 +241,14 @@ class TfliteModel:
             raise UnsupportedError(
                 f"{tensor.label} has an element type this release cannot read. Look for a newer release."
             )
-        location, needed = self.data_of(tensor), (tensor.elements * bits + 7) // 8
+        location, needed = self.locate_data(tensor), (tensor.elements * bits + 7) // 8
         if location.size != needed:
             raise FormatError(
                 f"{self.region.source.name}: {tensor.label} needs {needed} bytes, its buffer has {location.size}."
             )
         return location
 
-    def data_of(self, tensor: Tensor) -> Region:
+    def locate_data(self, tensor: Tensor) -> Region:
         """Locate the bytes of ``tensor`` without checking their number; empty if it has none.
 
         Raises:

@@ -13,9 +13,9 @@ import flatbuffers
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.io.assembled import Assembled
-from mtp_extract.io.files import aligned
+from mtp_extract.io.files import align_up
 from mtp_extract.io.source import BytesSource, Region
-from mtp_extract.litertlm.container import HEADER_START, Bundle, Section
+from mtp_extract.litertlm.container import HEADER_START, BundleHeader, Section
 from mtp_extract.litertlm.flatbuffer import FlatBuffer, Table
 
 SECTION_ALIGNMENT = 16384
@@ -34,7 +34,7 @@ class NewSection(NamedTuple):
     content: Region
 
 
-def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
+def add_sections(bundle: BundleHeader, added: Sequence[NewSection]) -> Assembled:
     """Return ``bundle`` with the sections ``added`` at its end; nothing is copied.
 
     Raises:
@@ -46,7 +46,7 @@ def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
     begin = SECTION_ALIGNMENT
     for content in contents:
         ranges.append((begin, begin + content.size))
-        begin = aligned(begin + content.size, SECTION_ALIGNMENT)
+        begin = align_up(begin + content.size, SECTION_ALIGNMENT)
     header = _build_header(bundle, sections, added, ranges)
     pieces = [(0, Region(BytesSource(header), 0, len(header), "the new header"))]
     pieces += [(place[0], content) for place, content in zip(ranges, contents, strict=True)]
@@ -55,7 +55,7 @@ def add_sections(bundle: Bundle, added: Sequence[NewSection]) -> Assembled:
 
 
 def _build_header(
-    bundle: Bundle, sections: Sequence[Section], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
+    bundle: BundleHeader, sections: Sequence[Section], added: Sequence[NewSection], ranges: Sequence[tuple[int, int]]
 ) -> bytes:
     """Build the header of ``sections`` and ``added`` ones, which lie at ``ranges``."""
     source, name = bundle.source, bundle.source.name

@@ -16,21 +16,28 @@ from msgspec import to_builtins
 
 from mtp_extract.architecture.config import Config
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.documents import differences, read_object
+from mtp_extract.checkpoint.codes import CODES_FILE, attach_codes
+from mtp_extract.checkpoint.documents import find_differences, read_object
 from mtp_extract.checkpoint.dtypes import FLOAT_NAMES
 from mtp_extract.checkpoint.files import TENSOR_FILES, compute_sha256
 from mtp_extract.checkpoint.format import Format
 from mtp_extract.checkpoint.record import CHECKPOINT, Extraction, Pairs, flatten_provenance
 from mtp_extract.checkpoint.rounding import SCALES
-from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Weight, same_weight
-from mtp_extract.errors import CheckpointError, OutputError, escape, few
-from mtp_extract.formats import EVERY, format_named, format_of, is_called, own_files, weights_of
+from mtp_extract.checkpoint.stored import FileWeight
+from mtp_extract.checkpoint.weight import Weight, is_same_weight
+from mtp_extract.errors import CheckpointError, OutputError, escape, list_few
+from mtp_extract.formats import (
+    ALL_FORMATS,
+    detect_format,
+    find_weights_file,
+    list_checkpoint_files,
+    load_format,
+    matches_pattern,
+)
 from mtp_extract.formats.transformers import GENERATION_FILE
-from mtp_extract.io.address import is_cached, name_of
-from mtp_extract.io.place import listing
-from mtp_extract.io.typed import read
+from mtp_extract.io.address import is_cached, name_checkpoint
+from mtp_extract.io.place import make_own_files
+from mtp_extract.io.typed import parse_record
 from mtp_extract.report.files import REPORT_FILES
 
 RECORD = "extraction.json"
@@ -69,22 +76,22 @@ class Check:
     evidence: str  # figures, or the problems, the first one first
 
 
-def with_record(place: Path) -> Path:
+def resolve_place(place: Path) -> Path:
     """Return the directory of the file ``place`` if that has a record; else ``place``."""
     return place.parent if place.is_file() and (place.parent / RECORD).is_file() else place
 
 
-def recorded(place: Path) -> frozenset[str]:
+def list_recorded_files(place: Path) -> frozenset[str]:
     """List the files of formats that the record at ``place`` lists; OutputError if there is no readable record."""
-    listing(RECORD, ())(place)
+    make_own_files(RECORD, ())(place)
     try:
         if not isinstance(files := read_object(place / RECORD).get("files"), dict):
             raise CheckpointError(f"{escape(place / RECORD)}: lists no files.")
     except CheckpointError as error:
         raise OutputError(f"{error} So what lies beside it is not replaced. Choose another place.") from error
     written = {CARD, CODES_FILE, GENERATION_FILE}
-    written |= {name for format_ in map(format_named, EVERY) for name in (format_.weights_file, format_.marker)}
-    return frozenset({RECORD, *(name for name in files if any(is_called(name, pattern) for pattern in written))})
+    written |= {name for format_ in map(load_format, ALL_FORMATS) for name in (format_.weights_file, format_.marker)}
+    return frozenset({RECORD, *(name for name in files if any(matches_pattern(name, pattern) for pattern in written))})
 
 
 def read_record(place: Path) -> dict[str, Any]:
@@ -96,13 +103,13 @@ def read_record(place: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the record is not one that this package writes.
     """
-    path = with_record(place) / RECORD
+    path = resolve_place(place) / RECORD
     if not path.exists():
         return {}
     record = read_object(path)
     try:
-        read(record, Extraction)
-        if record["layout"] not in EVERY or record["dtype"] not in EVERY[record["layout"]].dtypes:
+        parse_record(record, Extraction)
+        if record["layout"] not in ALL_FORMATS or record["dtype"] not in ALL_FORMATS[record["layout"]].dtypes:
             raise ValueError(f"layout {record['layout']} in {record['dtype']}")
     except ValueError as error:
         why = f"not what this release of mtp-extract writes: {escape(error)}"
@@ -110,7 +117,7 @@ def read_record(place: Path) -> dict[str, Any]:
     return record
 
 
-def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
+def is_card_changed(directory: Path, record: Mapping[str, Any]) -> bool:
     """Whether ``directory`` has a card that differs from the one that ``record`` lists."""
     card = directory / CARD
     return card.is_file() and compute_sha256(card) != record["files"].get(CARD, {}).get("sha256")
@@ -118,11 +125,11 @@ def changed_card(directory: Path, record: Mapping[str, Any]) -> bool:
 
 def find_changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the files in ``folder``, but for the card, that are not as ``record`` lists them: name → a clause."""
-    present = set(files_in(folder))
+    present = set(list_directory_files(folder))
     layout = record["layout"]
     changed = dict[str, str]()
-    weights_file = format_named(layout).weights_file
-    if weights_of(format_named(layout), record["files"]) is None:
+    weights_file = load_format(layout).weights_file
+    if find_weights_file(load_format(layout), record["files"]) is None:
         changed[weights_file] = f"{weights_file} is not listed"
     for name, expected in sorted(record["files"].items()):
         path = folder / name
@@ -132,23 +139,23 @@ def find_changed_files(folder: Path, record: Mapping[str, Any]) -> dict[str, str
             changed[name] = f"{escape(name)} is missing, or a link"
         elif path.stat().st_size != expected["size"] or compute_sha256(path) != expected["sha256"]:
             changed[name] = f"{escape(name)} has other content"
-    if not changed and (layout_of_files := format_of(folder).name) not in (layout, EVERY[layout].read_as):
+    if not changed and (layout_of_files := detect_format(folder).name) not in (layout, ALL_FORMATS[layout].read_as):
         changed[weights_file] = f"the layout is {layout_of_files}, not {layout}"
     return changed
 
 
-def files_in(folder: Path) -> Iterator[str]:
+def list_directory_files(folder: Path) -> Iterator[str]:
     """Yield the paths of files below ``folder``, without hidden ones, as the record writes them."""
     for path in _walk_files(folder):
         if not path.name.startswith(".") and _is_file(path):
             yield path.relative_to(folder).as_posix()
 
 
-def unexpected_in(place: Path, format_: Format) -> Iterator[str]:
+def find_unexpected_files(place: Path, format_: Format) -> Iterator[str]:
     """Yield a clause on each file at ``place`` that an engine may read, and that neither drafter nor report needs."""
     if place.is_file():
         return
-    belonging = {*own_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
+    belonging = {*list_checkpoint_files(place, format_), RECORD, CODES_FILE, *REPORT_FILES}
     for path in _walk_files(place):
         name = path.relative_to(place).as_posix()
         if not _is_file(path):
@@ -188,7 +195,7 @@ def _is_unused(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ReadDirectory:
+class CheckpointDirectory:
     """A drafter's directory, and its record."""
 
     directory: Path  # or a file that is a checkpoint by itself
@@ -201,7 +208,7 @@ class ReadDirectory:
     changed: frozenset[str]  # names of files, without tensors, that are not as the record lists them
 
     @classmethod
-    def of(cls, place: str | os.PathLike[str]) -> ReadDirectory:
+    def of(cls, place: str | os.PathLike[str]) -> CheckpointDirectory:
         """Read the drafter in ``place``.
 
         ``checkpoint.unread`` lists foreign files and keys that were not read; a proof requires that there are none.
@@ -211,7 +218,7 @@ class ReadDirectory:
             CheckpointError: the directory is damaged or holds no drafter; or it has a record, and its tensors were
                 changed since, or its config describes another drafter.
         """
-        folder = with_record(Path(place))
+        folder = resolve_place(Path(place))
         record = read_record(folder)
         changed = find_changed_files(folder, record) if record else {}
         _require_tensors(folder, record, changed)
@@ -222,10 +229,10 @@ class ReadDirectory:
         stated = record or _build_implied_record(folder, written, known_as)
         checkpoint = replace(
             written,
-            tensors=_merge_shared(with_codes(folder, written.tensors), stated["shared"]),
+            tensors=_merge_shared(attach_codes(folder, written.tensors), stated["shared"]),
             activations=MappingProxyType(typed(stated["activations"], Pairs)),
             provenance=flatten_provenance(stated["source"]),
-            unread=(*written.unread, *changed.values(), *unexpected_in(folder, format_)),
+            unread=(*written.unread, *changed.values(), *find_unexpected_files(folder, format_)),
         )
         return cls(folder, format_.name, written, checkpoint, known_as, stated, bool(record), frozenset(changed))
 
@@ -242,7 +249,7 @@ class ReadDirectory:
         if not self.extra_codes:
             return rounded
         weights = (weight for role, weight in self.written.tensors.items() if role not in self.extra_codes)
-        types = {weight.tensor.dtype for weight in weights if isinstance(weight, Stored)}
+        types = {weight.tensor.dtype for weight in weights if isinstance(weight, FileWeight)}
         names = {FLOAT_NAMES[name].rounding for name in types if name in FLOAT_NAMES}
         return [word for word in rounded if word.endswith(SCALES) or word in names]
 
@@ -257,23 +264,23 @@ class ReadDirectory:
 
 def _require_tensors(folder: Path, record: Mapping[str, Any], changed: Mapping[str, str]) -> None:
     """Raise CheckpointError if a file of tensors that ``record`` lists is ``changed``."""
-    weights = format_named(record["layout"]).weights_file if record else ""
-    if wrong := [clause for name, clause in changed.items() if name == CODES_FILE or is_called(name, weights)]:
+    weights = load_format(record["layout"]).weights_file if record else ""
+    if wrong := [clause for name, clause in changed.items() if name == CODES_FILE or matches_pattern(name, weights)]:
         raise CheckpointError(
             f"{escape(folder)}: expected the tensors that its {RECORD} lists, found that "
-            f"{few(wrong, separator='; ')}. {AGAIN}"
+            f"{list_few(wrong, separator='; ')}. {AGAIN}"
         )
 
 
 def _read_files(folder: Path, changed: Mapping[str, str]) -> tuple[Format, Checkpoint]:
     """Read the format and the checkpoint of ``folder``; an error also names the files that are ``changed``."""
     try:
-        format_ = format_of(folder)
+        format_ = detect_format(folder)
         return format_, format_.read(folder)
     except CheckpointError as error:
         if not changed:
             raise
-        raise CheckpointError(f"{error} By its {RECORD}, {few(changed.values(), separator='; ')}.") from error
+        raise CheckpointError(f"{error} By its {RECORD}, {list_few(changed.values(), separator='; ')}.") from error
 
 
 def _merge_shared(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]) -> Mapping[str, Weight]:
@@ -281,7 +288,7 @@ def _merge_shared(tensors: Mapping[str, Weight], shared: Sequence[Sequence[str]]
     by_role = dict(tensors)
     for first, *others in shared:
         for role in others:
-            if first in by_role and role in by_role and same_weight(by_role[first], by_role[role]):
+            if first in by_role and role in by_role and is_same_weight(by_role[first], by_role[role]):
                 by_role[role] = by_role[first]
     return MappingProxyType(by_role)
 
@@ -290,11 +297,11 @@ def _require_geometry(path: Path, config: Config, record: Mapping[str, Any]) -> 
     """Raise CheckpointError if ``config``, read from ``path``, is not the geometry that ``record`` states."""
     wrong = [
         f"{escape(difference.place)} is {escape(difference.found)}, not {escape(difference.expected)}"
-        for difference in differences(record["geometry"], to_builtins(config.as_json()))
+        for difference in find_differences(record["geometry"], to_builtins(config.as_json()))
         if difference.place not in ("max_position_embeddings", "base")
     ]
     if wrong:
-        problems = few(wrong, separator="; ")
+        problems = list_few(wrong, separator="; ")
         raise CheckpointError(f"{escape(path)}: describes another drafter than its {RECORD}: {problems}. {AGAIN}")
 
 
@@ -302,7 +309,7 @@ def _find_tensor_files(place: Path) -> dict[str, Path]:
     """Find the files with tensors at ``place``, including codes beside floats: name → path."""
     if place.is_file():
         return {place.name: place}
-    listed = sorted(own_files(place, format_of(place)))
+    listed = sorted(list_checkpoint_files(place, detect_format(place)))
     names = [name for name in (*listed, CODES_FILE) if name.endswith(TENSOR_FILES) and (place / name).is_file()]
     return {name: place / name for name in names}
 
@@ -310,7 +317,7 @@ def _find_tensor_files(place: Path) -> dict[str, Path]:
 def _build_implied_record(place: Path, checkpoint: Checkpoint, known_as: str | None) -> dict[str, Any]:
     """Return the fields that the record of a directory without one would have: its name and how it stores numbers."""
     size = sum(path.stat().st_size for path in _find_tensor_files(place).values())
-    source = {"name": name_of(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
+    source = {"name": name_checkpoint(place), "size": size, "kind": CHECKPOINT, "version": None, "section": None}
     return {
         "tool": {"version": None},
         "known_as": known_as,

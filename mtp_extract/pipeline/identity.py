@@ -17,37 +17,37 @@ from typing import Any
 import numpy as np
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.bundle import Opened, Shard
+from mtp_extract.bundle import BundledDrafter, ModelFile
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
-from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
-from mtp_extract.checkpoint.documents import differences
+from mtp_extract.checkpoint.codes import CODES_FILE, attach_codes
+from mtp_extract.checkpoint.documents import find_differences
 from mtp_extract.checkpoint.dtypes import ROUNDED_TO
 from mtp_extract.checkpoint.format import Format
 from mtp_extract.checkpoint.record import CHECKPOINT, describe_origin_of_bundle
-from mtp_extract.checkpoint.rounding import RULES, SCALES, rounded_again
-from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import ROW_STEP, Weight, constant_weight, has_exact_steps, same_weight
-from mtp_extract.errors import CheckpointError, ProofError, RoleError, UnsupportedError, escape, few
-from mtp_extract.formats import format_named, format_of
-from mtp_extract.formats.directory import static_scale
+from mtp_extract.checkpoint.rounding import RULES, SCALES, repeat_roundings
+from mtp_extract.checkpoint.stored import FileWeight
+from mtp_extract.checkpoint.weight import ROW_STEP, Weight, build_constant_weight, has_exact_steps, is_same_weight
+from mtp_extract.errors import CheckpointError, ProofError, RoleError, UnsupportedError, escape, list_few
+from mtp_extract.formats import detect_format, load_format
+from mtp_extract.formats.directory import find_int8_scale
 from mtp_extract.pipeline.check import (
     AGAIN,
     RECORD,
     Check,
-    ReadDirectory,
+    CheckpointDirectory,
     find_changed_files,
+    find_unexpected_files,
     read_record,
-    unexpected_in,
 )
-from mtp_extract.pipeline.extraction import checkpoint_of, prove_checkpoint, prove_drafter, require_complete
+from mtp_extract.pipeline.extraction import build_checkpoint, prove_checkpoint, prove_drafter, require_complete
 from mtp_extract.pipeline.unproven import read_unproven
-from mtp_extract.proof.proof import in_words
-from mtp_extract.report.card import roundings
+from mtp_extract.proof.proof import describe_proof
+from mtp_extract.report.card import list_roundings
 
 Chain = tuple[str, ...]
-"""The steps by which a weight was rounded, as :func:`~mtp_extract.checkpoint.rounding.rounded_again` takes them."""
+"""The steps by which a weight was rounded, as :func:`~mtp_extract.checkpoint.rounding.repeat_roundings` takes them."""
 
 _EXACT_SCALES = f"F32{SCALES}"
 _STEPS = (*filter(None, ROUNDED_TO), f"FP16{SCALES}", _EXACT_SCALES, *RULES)
@@ -82,7 +82,7 @@ def find_chain(original: Weight, written: Weight, claimed: Collection[str] = ())
 def _produces(original: Weight, chain: Chain, written: Weight) -> bool:
     # A step may be impossible: the weight has no codes, or numbers beyond FP16.
     with suppress(CheckpointError, UnsupportedError), np.errstate(all="ignore"):
-        return same_weight(rounded_again(original, chain), written)
+        return is_same_weight(repeat_roundings(original, chain), written)
     return False
 
 
@@ -114,7 +114,7 @@ _STATEMENTS = {
 }
 
 
-def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
+def verify_against(read: CheckpointDirectory, opened: ModelFile) -> list[Check]:
     """Compare the directory ``read``, and its record if it has one, with what the bundle ``opened`` gives.
 
     Raises:
@@ -122,7 +122,7 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
         MtpExtractError: ``opened`` cannot be read.
     """
     opened.prefetch()
-    checks = check_identity(read.directory, drafter_for(opened, read.written.mtp), read)
+    checks = check_identity(read.directory, read_drafter_for(opened, read.written.mtp), read)
     left_open = "function" if read.record.get("not_proven") else None
     unproven = [check for check in checks if check.name in NEEDED and not check.passed and check.name != left_open]
     if failed := [check for check in checks if check.passed is False] or unproven:
@@ -136,20 +136,20 @@ def verify_against(read: ReadDirectory, opened: Opened) -> list[Check]:
     return checks
 
 
-def drafter_for(opened: Opened, config: DrafterConfig) -> Shard:
+def read_drafter_for(opened: ModelFile, config: DrafterConfig) -> BundledDrafter:
     """Read the drafter of ``opened`` to compare a checkpoint with it.
 
     The window is that of ``config`` if the graph leaves it to the runtime. A graph that cannot be proven is read as far
-    as possible. Errors are those of :meth:`~mtp_extract.bundle.Opened.drafter`.
+    as possible. Errors are those of :meth:`~mtp_extract.bundle.ModelFile.read_drafter`.
     """
     for window in (None, config.sliding_window):
         with suppress(RoleError, UnsupportedError):
-            return opened.drafter(window)
+            return opened.read_drafter(window)
     # The check of the function says that there is no proof.
     return read_unproven(opened, config.sliding_window, prove_drafter)[0]
 
 
-def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = None) -> list[Check]:
+def check_identity(directory: Path, source: BundledDrafter, read: CheckpointDirectory | None = None) -> list[Check]:
     """Compare the checkpoint in ``directory`` with the bundle's drafter ``source``, and return the checks.
 
     Tensors are derived only if the config agrees, and the graph is proven only if the tensors agree.
@@ -162,9 +162,9 @@ def check_identity(directory: Path, source: Shard, read: ReadDirectory | None = 
         MtpExtractError: the bundle cannot be read.
     """
     require_complete(source)
-    format_ = format_named(read.layout) if read else format_of(directory)
+    format_ = load_format(read.layout) if read else detect_format(directory)
     written = read.written if read else format_.read(directory)
-    compared = _Comparison(directory, source, checkpoint_of(source), written, format_, read)
+    compared = _Comparison(directory, source, build_checkpoint(source), written, format_, read)
     config = compared.check_config()
     files = compared.check_files()
     tensors = compared.check_tensors(of_the_same_config=bool(config.passed))
@@ -177,11 +177,11 @@ class _Comparison:
     """A directory and the bundle that it is compared with."""
 
     directory: Path
-    source: Shard
+    source: BundledDrafter
     original: Checkpoint
     written: Checkpoint
     format: Format
-    read: ReadDirectory | None  # None if the files have not been compared with the record
+    read: CheckpointDirectory | None  # None if the files have not been compared with the record
     chains: dict[str, Chain] = field(default_factory=dict)  # of the weights that were derived so far
     proven: list[str] = field(default_factory=list)  # the proof, in sentences
 
@@ -196,7 +196,7 @@ class _Comparison:
         if self.read is not None:
             unread: Iterable[str] = self.read.checkpoint.unread
         else:
-            unread = (*self.written.unread, *unexpected_in(self.directory, self.format))
+            unread = (*self.written.unread, *find_unexpected_files(self.directory, self.format))
         return _build_check("files", unread, ["nothing that would make an engine load something else"])
 
     def check_tensors(self, *, of_the_same_config: bool) -> Check:
@@ -210,7 +210,7 @@ class _Comparison:
         if self.source.not_proven:
             return _build_check("function", None, [f"not proven: {'; '.join(self.source.not_proven)}"])
         try:
-            self.proven = in_words(prove_checkpoint(self.source, self.original))
+            self.proven = describe_proof(prove_checkpoint(self.source, self.original))
         except (ProofError, UnsupportedError) as error:
             why = [str(error).split(". ")[0]]
             # An unsupported graph neither passes nor fails.
@@ -227,9 +227,9 @@ class _Comparison:
         """Yield the first tensor that does not follow from the file's; put the chains of the others into ``chains``."""
         claimed = _read_claimed_steps(self.directory)
         # Roles are in the order in which a drafter computes.
-        for role, shape in shapes_of(self.written.config).items():
+        for role, shape in list_shapes(self.written.config).items():
             weight = self.written.tensors[role.name]
-            original = self.original.tensors.get(role.name) or constant_weight(shape)
+            original = self.original.tensors.get(role.name) or build_constant_weight(shape)
             chain = find_chain(original, weight, claimed)
             name = f"{role.name} ({role.names.get(self.format.name, role.name)})"
             if chain is None:
@@ -247,14 +247,14 @@ class _Comparison:
         if not any(any(pair) for pair in self.written.activations.values()):
             return False
         pairs = (checkpoint.activations.get(role, (None, None)) for checkpoint in (self.written, self.original))
-        scales, scales_of_file = ([np.float32(static_scale(side)) for side in pair] for pair in pairs)
+        scales, scales_of_file = ([np.float32(find_int8_scale(side)) for side in pair] for pair in pairs)
         return scales != scales_of_file
 
     def _find_other_codes(self, claimed: Collection[str]) -> Iterator[str]:
         """Yield codes beside floats that are not the file's."""
         # Codes of a directory that was read are not compared with its floats again, which takes reading both.
         read = self.read
-        tensors = read.checkpoint.tensors if read else with_codes(self.directory, self.written.tensors)
+        tensors = read.checkpoint.tensors if read else attach_codes(self.directory, self.written.tensors)
         for role, weight in tensors.items():
             if weight.scheme is not None and self.written.tensors[role].scheme is None:
                 original = self.original.tensors[role]
@@ -294,7 +294,7 @@ class _Comparison:
         if section is not None and section["sha256"] == section_of_file["sha256"]:
             stated |= self._expect_of_section(record, of_file)
             steps = {step for chain in self.chains.values() for step in chain}
-            if unstated := sorted(steps - {*roundings(*record["converted_from"], record)}):
+            if unstated := sorted(steps - {*list_roundings(*record["converted_from"], record)}):
                 yield f"does not say that weights were rounded ({', '.join(unstated)})"
         yield from _describe_differences(stated, {key: record.get(key) for key in stated})
 
@@ -316,7 +316,7 @@ def _read_claimed_steps(directory: Path) -> Collection[str]:
     # The check of the record reports the error.
     with suppress(CheckpointError):
         if record := read_record(directory):
-            return roundings(*record["converted_from"], record)
+            return list_roundings(*record["converted_from"], record)
     return ()
 
 
@@ -328,7 +328,7 @@ def _build_check(name: str, problems: Iterable[str] | None, facts: Iterable[str]
     if problems is None:
         return Check(name, _STATEMENTS[name], None, "; ".join(facts))
     try:
-        evidence = few(problems, separator="; ")
+        evidence = list_few(problems, separator="; ")
     except CheckpointError as error:
         # Damage shows when the problems are looked for.
         evidence = " ".join(str(error).split())
@@ -337,7 +337,7 @@ def _build_check(name: str, problems: Iterable[str] | None, facts: Iterable[str]
 
 def _describe_differences(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield each place at which what a directory ``stated`` differs from what the bundle gives."""
-    for place, expected, actual in map(astuple, differences(derived, stated)):
+    for place, expected, actual in map(astuple, find_differences(derived, stated)):
         yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
 
 
@@ -347,7 +347,7 @@ def _summarize_tensors(written: Checkpoint, chains: Mapping[str, Chain]) -> Iter
     for role, weight in written.tensors.items():
         if (chain := chains.get(role)) is None:
             continue
-        if isinstance(weight, Stored):
+        if isinstance(weight, FileWeight):
             stored_as = weight.tensor.dtype
             # The type itself says that numbers were rounded to it.
             if chain and chain[-1].replace("FP16", "F16") == stored_as:

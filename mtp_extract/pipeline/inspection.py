@@ -12,18 +12,18 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from mtp_extract.architecture import shapes_of
-from mtp_extract.bundle import Opened, Shard, naming_file, open_bundle
-from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape, several
+from mtp_extract.architecture import list_shapes
+from mtp_extract.bundle import BundledDrafter, ModelFile, name_file_in_errors, open_bundle
+from mtp_extract.checkpoint.stored import FileWeight
+from mtp_extract.errors import CheckpointError, MtpExtractError, NoDrafterError, escape, format_count
 from mtp_extract.graph.trace import trace_drafter
-from mtp_extract.litertlm.published import compare_with_published, known_bundle
+from mtp_extract.litertlm.published import compare_with_published, find_published_bundle
 from mtp_extract.litertlm.tflite import Signature, Tensor, TfliteModel
-from mtp_extract.pipeline.check import CARD, Check, ReadDirectory
+from mtp_extract.pipeline.check import CARD, Check, CheckpointDirectory
 from mtp_extract.pipeline.extraction import prove_drafter
 from mtp_extract.pipeline.identity import verify_against
 from mtp_extract.progress import SILENT, Reporter
-from mtp_extract.proof.grids import list_rounded
+from mtp_extract.proof.grids import list_rounded_tensors
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Inspection:
     problem: MtpExtractError | None
 
 
-def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> Inspection:
+def inspect(opened: ModelFile, *, tensors: bool = False, graph: bool = False) -> Inspection:
     """Describe ``opened``. Only the header and flatbuffers are read; ``graph`` also reads the weights.
 
     Args:
@@ -46,12 +46,12 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     Raises:
         NoDrafterError: the source is neither a bundle nor a model.
     """
-    published = known_bundle(opened.source)
+    published = find_published_bundle(opened.source)
     report = _describe_file(opened, published["name"] if published else None)
     if graph:
         report["trace"] = _trace_graph(opened)
     try:
-        drafter = opened.drafter()
+        drafter = opened.read_drafter()
         facts = _describe_drafter(drafter, tensors) | (_describe_graph(drafter) if graph else {})
     except NoDrafterError as error:
         if opened.bundle is None and not opened.is_model:
@@ -64,7 +64,7 @@ def inspect(opened: Opened, *, tensors: bool = False, graph: bool = False) -> In
     return Inspection({**report, "drafter": facts}, None)
 
 
-def _describe_file(opened: Opened, known_as: str | None) -> dict[str, Any]:
+def _describe_file(opened: ModelFile, known_as: str | None) -> dict[str, Any]:
     """Describe the file, with the name of the published one that it is, and its sections."""
     source = opened.source
     bundle = opened.bundle
@@ -84,28 +84,28 @@ def _describe_file(opened: Opened, known_as: str | None) -> dict[str, Any]:
     }
 
 
-def _trace_graph(opened: Opened) -> list[dict[str, Any]]:
+def _trace_graph(opened: ModelFile) -> list[dict[str, Any]]:
     """Describe how every value of the drafter's graph is read, up to the error; empty if the graph cannot be opened."""
     try:
-        graph = opened.flat_graph()
+        graph = opened.flatten_graph()
     except MtpExtractError:
         # The inspection says it.
         return []
     return [asdict(line) for line in trace_drafter(graph)]
 
 
-def _list_tensors_of_refused(opened: Opened) -> dict[str, Any]:
+def _list_tensors_of_refused(opened: ModelFile) -> dict[str, Any]:
     """Describe the model of a drafter whose graph is refused; empty if the model cannot be read either."""
     try:
-        model = opened.drafter_model()
+        model = opened.find_model()
     except MtpExtractError:
         # The inspection says it.
         return {}
     return {"model": _describe_model(model, tensors=True)}
 
 
-def _describe_drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
-    roles = drafter.walk.roles
+def _describe_drafter(drafter: BundledDrafter, tensors: bool) -> dict[str, Any]:
+    roles = drafter.structure.roles
     return {
         "section": drafter.section.index if drafter.section else None,
         "found_by": drafter.found_by,
@@ -115,18 +115,18 @@ def _describe_drafter(drafter: Shard, tensors: bool) -> dict[str, Any]:
         "parameters": sum(math.prod(role.shape) for role in roles),
         "stored_types": dict(sorted(Counter(role.tensor.type_name for role in roles if role.tensor).items())),
         "roles_found": len(roles),
-        "set_aside_count": len(drafter.walk.aside),
+        "set_aside_count": len(drafter.structure.other_constants),
         "layer_scalars": sum(role.role.endswith(".layer_scalar") for role in roles),
         "names_confirmed": len(set(drafter.names.confirmed)),
-        "rounded_activations": list_rounded(drafter.graph, drafter.walk),
+        "rounded_activations": list_rounded_tensors(drafter.graph, drafter.structure),
         "model": _describe_model(drafter.model, tensors),
     }
 
 
-def _describe_graph(drafter: Shard) -> dict[str, Any]:
+def _describe_graph(drafter: BundledDrafter) -> dict[str, Any]:
     """Describe every role with its constant and evidence, and every other constant; and prove the checkpoint."""
     model = drafter.model
-    walk = drafter.walk
+    walk = drafter.structure
     roles = [
         (_describe_tensor(model, role.tensor) if role.tensor else {"type": None})
         | {"role": role.role, "shape": role.shape, "factor": role.factor, "why": role.why}
@@ -136,9 +136,9 @@ def _describe_graph(drafter: Shard) -> dict[str, Any]:
     ]
     aside = [
         {**_describe_tensor(model, constant.tensor), "op": constant.op, "reason": constant.reason}
-        for constant in walk.aside
+        for constant in walk.other_constants
     ]
-    with naming_file(model.region.source.name):
+    with name_file_in_errors(model.region.source.name):
         proof = prove_drafter(drafter)
     return {"roles": roles, "set_aside": aside, "proof": proof}
 
@@ -202,7 +202,7 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: it is damaged, holds no drafter, or differs from its record or from ``bundle``.
     """
-    read = ReadDirectory.of(place)
+    read = CheckpointDirectory.of(place)
     checks = list[Check]()
     against = published = None
     if bundle is not None:
@@ -226,20 +226,20 @@ def inspect_checkpoint(
     return Inspection(report, problem)
 
 
-def _find_problem(read: ReadDirectory) -> CheckpointError | None:
+def _find_problem(read: CheckpointDirectory) -> CheckpointError | None:
     if wrong := sum(finding.is_error for finding in read.written.findings):
-        problem = f"an engine would load it wrongly without an error ({several(wrong, 'finding')})"
+        problem = f"an engine would load it wrongly without an error ({format_count(wrong, 'finding')})"
         return CheckpointError(f"{escape(read.directory)}: {problem}. Convert it, or change its config as stated.")
     return None
 
 
-def _describe_contents(read: ReadDirectory, tensors: bool) -> dict[str, Any]:
+def _describe_contents(read: CheckpointDirectory, tensors: bool) -> dict[str, Any]:
     """Describe the checkpoint and how its weights are stored; with ``tensors`` every weight."""
     listed = list[dict[str, Any]]()
-    for role, shape in shapes_of(read.written.config).items():
+    for role, shape in list_shapes(read.written.config).items():
         weight = read.written.tensors.get(role.name)
         if weight is not None:
-            stored = weight.tensor.dtype if isinstance(weight, Stored) else "implied"
+            stored = weight.tensor.dtype if isinstance(weight, FileWeight) else "implied"
             kind = f"INT{weight.bits}" if weight.bits else stored
             name = role.names.get(read.layout, role.name)
             listed.append({"role": role.name, "type": kind, "shape": shape, "name": name})

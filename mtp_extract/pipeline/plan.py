@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mtp_extract.architecture.roles import GEMMA4_MTP
-from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import EVERY, choices, choose
+from mtp_extract.errors import UnsupportedError, format_choice
+from mtp_extract.formats import ALL_FORMATS, choose_format, list_choices
 from mtp_extract.options import check_choice
 
 DtypeName = Literal["bf16", "f16", "f32", "codes"]
@@ -30,8 +30,8 @@ class WritingPlan:
         """Raise PlanError if an option is none of its choices."""
         check_choice("dtype", self.dtype, get_args(DtypeName))
         check_choice("quantize", self.quantize, get_args(RuleName))
-        if self.format is not None and self.format.lower() not in choices():
-            check_choice("format", self.format, choices())
+        if self.format is not None and self.format.lower() not in list_choices():
+            check_choice("format", self.format, list_choices())
 
     def choose(self, architecture: str = GEMMA4_MTP) -> str:
         """Return the name of the format to write.
@@ -42,11 +42,11 @@ class WritingPlan:
         Raises:
             UnsupportedError: the engine does not load the architecture, or the format does not have the dtype.
         """
-        name = choose(self.format, architecture)
-        listed = EVERY[name]
+        name = choose_format(self.format, architecture)
+        listed = ALL_FORMATS[name]
         if self.dtype not in (None, *listed.dtypes):
             raise UnsupportedError(
-                f"The {name} format is written in {either(listed.dtypes)}, not in {self.dtype}. Choose another "
+                f"The {name} format is written in {format_choice(listed.dtypes)}, not in {self.dtype}. Choose another "
                 "format or type.",
                 remedies=("format", "dtype"),
             )

@@ -12,17 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_extract.architecture.roles import SCALAR, role_table
-from mtp_extract.bundle import Opened, open_bundle
+from mtp_extract.architecture.roles import SCALAR, load_role_table
+from mtp_extract.bundle import ModelFile, open_bundle
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS, SELECTIONS
-from mtp_extract.graph.drafter import DrafterWalk, read_drafter
+from mtp_extract.graph.drafter import DrafterReader, read_drafter_graph
 from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
-from mtp_extract.graph.matrices import PRODUCT, weight_of
-from mtp_extract.graph.roles import roles_named
-from mtp_extract.io.place import PathLike, check_place, staged
+from mtp_extract.graph.matrices import PRODUCT, find_weight
+from mtp_extract.graph.roles import find_named_roles
+from mtp_extract.io.place import PathLike, check_place, stage_output
 from mtp_extract.litertlm.skeleton import pack_skeleton
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES
 from mtp_extract.litertlm.tflite import Tensor, TensorType, TfliteModel
@@ -64,7 +64,7 @@ def write_skeleton(source: str | os.PathLike[str], out: PathLike) -> Skeleton:
         opened.prefetch()
         blank, left_out = _clear_weights(model, (*roles, *doubtful))
         content = pack_skeleton(bytes(blank))
-        with staged(out, overwrite=False, inputs=(opened.source.path,)) as stage:
+        with stage_output(out, overwrite=False, inputs=(opened.source.path,)) as stage:
             stage.write_bytes(content)
     return Skeleton(Path(out), len(content), len(roles), len(doubtful), left_out)
 
@@ -74,7 +74,7 @@ def _clear_weights(model: TfliteModel, weights: Collection[Tensor]) -> tuple[byt
     blank = bytearray(model.region.source.read(model.region.begin, model.region.size))
     left_out = 0
     for tensor in weights:
-        place = model.data_of(tensor)
+        place = model.locate_data(tensor)
         begin = place.begin - model.region.begin
         # Matrices become zeros, vectors of floats ones.
         unit = b"\0" if len(tensor.shape) == 2 else _ONE.get(tensor.type, b"\0")
@@ -88,9 +88,9 @@ _Key = tuple[int, int]
 """Subgraph and index of a tensor."""
 
 
-def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
+def _find_weights(opened: ModelFile) -> tuple[TfliteModel, list[Tensor], list[Tensor]]:
     """Return the model, the constants that play a role in it, and those that may play one."""
-    model = opened.drafter_model()
+    model = opened.find_model()
     stored = [tensor for graph in model.subgraphs for tensor in graph.tensors if model.has_data(tensor)]
     roles = dict[_Key, Tensor]()
     not_weights = set[_Key]()
@@ -98,12 +98,12 @@ def _find_weights(opened: Opened) -> tuple[TfliteModel, list[Tensor], list[Tenso
     scalars = list[Tensor]()
     with suppress(MtpExtractError):
         # A skeleton is meant for graphs that are refused.
-        graph = opened.flat_graph()
+        graph = opened.flatten_graph()
         largest = 1
         scalars = [value.tensor for value in graph.constants.values() if _is_named_scalar(value)]
-        walker = DrafterWalk(read_drafter(graph))
+        walker = DrafterReader(read_drafter_graph(graph))
         with suppress(MtpExtractError):
-            walker.walk()
+            walker.read_structure()
             not_weights = set(graph.constants)
         roles = {_get_key(role.tensor): role.tensor for role in walker.roles if role.tensor is not None}
         not_weights = not_weights or _find_other_constants(graph)
@@ -147,7 +147,7 @@ def _may_be_weight(graph: FlatGraph, value: Value, may_be: Mapping[int, bool]) -
 
 def _is_rotation(graph: FlatGraph, node: Node) -> bool:
     try:
-        weight_of(graph, node)
+        find_weight(graph, node)
     except (UnreadableError, UnsupportedError) as refusal:
         return isinstance(refusal, UnsupportedError)
     return False
@@ -156,9 +156,9 @@ def _is_rotation(graph: FlatGraph, node: Node) -> bool:
 def _is_named_scalar(value: Value) -> bool:
     if value.tensor.elements != 1 or value.tensor.type not in FLOAT_TYPES:
         return False
-    scalars = {role.name.rpartition(".")[2] for role in role_table() if role.kind == SCALAR}
+    scalars = {role.name.rpartition(".")[2] for role in load_role_table() if role.kind == SCALAR}
     names = [tensor.name for node, _ in value.consumers for result in node.outputs for tensor in result.tensors]
-    return any(role.rpartition(".")[2] in scalars for role in roles_named(names, is_matrix=False))
+    return any(role.rpartition(".")[2] in scalars for role in find_named_roles(names, is_matrix=False))
 
 
 def _reset_scales(model: TfliteModel, weights: set[int], blank: bytearray) -> None:

@@ -16,19 +16,27 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.architecture.roles import Role
-from mtp_extract.bundle import Opened, Shard, naming_file
+from mtp_extract.bundle import BundledDrafter, ModelFile, name_file_in_errors
 from mtp_extract.data import load_mapping
-from mtp_extract.errors import AnotherKindError, OperatorError, ProofError, RoleError, UnsupportedError, escape, several
-from mtp_extract.graph.drafter import DrafterWalk, Walk, read_drafter
+from mtp_extract.errors import (
+    AnotherKindError,
+    OperatorError,
+    ProofError,
+    RoleError,
+    UnsupportedError,
+    escape,
+    format_count,
+)
+from mtp_extract.graph.drafter import DrafterReader, DrafterStructure, read_drafter_graph
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import FlatGraph, Value
 from mtp_extract.graph.kinds import require_kind
-from mtp_extract.graph.matrices import PRODUCT, weight_of
-from mtp_extract.graph.positions import caches_of
-from mtp_extract.graph.roles import FoundRole, in_order, roles_named, set_aside
+from mtp_extract.graph.matrices import PRODUCT, find_weight
+from mtp_extract.graph.positions import find_caches
+from mtp_extract.graph.roles import FoundRole, find_named_roles, list_other_constants, sort_roles
 from mtp_extract.proof.proof import Proof
 
 _Candidates = dict[str, dict[int, tuple[Value, tuple[str, ...]]]]
@@ -39,10 +47,10 @@ _MOST_PASSED = 64
 
 
 @contextmanager
-def suggest_unproven(opened: Opened) -> Iterator[None]:
+def suggest_unproven(opened: ModelFile) -> Iterator[None]:
     """Let an error for a graph that this release does not know suggest an extraction without a proof."""
     try:
-        with naming_file(opened.source.name):
+        with name_file_in_errors(opened.source.name):
             yield
     except (RoleError, UnsupportedError) as error:
         if not error.remedies and not isinstance(error, AnotherKindError):
@@ -53,18 +61,18 @@ def suggest_unproven(opened: Opened) -> Iterator[None]:
 
 
 def read_unproven(
-    opened: Opened, sliding_window: int | None, prove: Callable[[Shard], Proof]
-) -> tuple[Shard, Proof | None]:
+    opened: ModelFile, sliding_window: int | None, prove: Callable[[BundledDrafter], Proof]
+) -> tuple[BundledDrafter, Proof | None]:
     """Read the drafter of ``opened``, and prove it if possible; without a proof its ``not_proven`` says why.
 
     Args:
-        sliding_window: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
+        sliding_window: as for :meth:`~mtp_extract.bundle.ModelFile.read_drafter`.
         prove: proves a drafter.
 
     Raises:
         ProofError: the graph was read, and does not compute a drafter.
         UnsupportedError: too little of the graph can be read, or it is known to be no drafter.
-        MtpExtractError: as for :meth:`~mtp_extract.bundle.Opened.drafter`.
+        MtpExtractError: as for :meth:`~mtp_extract.bundle.ModelFile.read_drafter`.
     """
     passed = dict[tuple[int, int], str]()
     refusals = list[str]()
@@ -72,7 +80,7 @@ def read_unproven(
     while len(passed) <= _MOST_PASSED:
         drafter = None
         try:
-            drafter = opened.drafter(sliding_window, passed)
+            drafter = opened.read_drafter(sliding_window, passed)
             proof = prove(drafter)
         except OperatorError as error:
             refusals.append(_shorten_error(error, opened))
@@ -94,7 +102,7 @@ def read_unproven(
             operands = "its operand" if len(passed) == 1 else "their operands"
             return _mark_unproven(drafter, refusals, f"taken for {operands}, all else was proven"), None
     try:
-        with naming_file(opened.source.name):
+        with name_file_in_errors(opened.source.name):
             return _read_by_place_and_name(opened, sliding_window, refusals), None
     except UnsupportedError:
         if drafter is None:
@@ -103,8 +111,8 @@ def read_unproven(
     return _mark_unproven(drafter, refusals, "what it computes was read, and not proven"), None
 
 
-def _mark_unproven(drafter: Shard, refusals: Collection[str], read: str) -> Shard:
-    return replace(drafter, not_proven=(*_merge_refusals(refusals), read, _describe_counts(drafter.walk.roles)))
+def _mark_unproven(drafter: BundledDrafter, refusals: Collection[str], read: str) -> BundledDrafter:
+    return replace(drafter, not_proven=(*_merge_refusals(refusals), read, _describe_counts(drafter.structure.roles)))
 
 
 def _merge_refusals(refusals: Collection[str]) -> list[str]:
@@ -113,12 +121,12 @@ def _merge_refusals(refusals: Collection[str]) -> list[str]:
     for refusal in refusals:
         kinds.setdefault(re.sub(r"^op \d+ | of subgraph \d+", "", refusal), []).append(refusal)
     return [
-        first + (f" ({several(len(more), 'more operator')} likewise)" if more else "")
+        first + (f" ({format_count(len(more), 'more operator')} likewise)" if more else "")
         for first, *more in kinds.values()
     ]
 
 
-def _shorten_error(error: Exception, opened: Opened) -> str:
+def _shorten_error(error: Exception, opened: ModelFile) -> str:
     return str(error).removeprefix(f"{opened.source.name}: ").split(". ")[0].split("; ")[0].removesuffix(".")
 
 
@@ -134,15 +142,15 @@ def _describe_counts(roles: Collection[FoundRole], named: Collection[str] = ()) 
     return ", ".join(parts)
 
 
-def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals: Collection[str]) -> Shard:
+def _read_by_place_and_name(opened: ModelFile, sliding_window: int | None, refusals: Collection[str]) -> BundledDrafter:
     """Read weights by place and name for the known geometry that fits; UnsupportedError if none does."""
-    graph = opened.flat_graph()
+    graph = opened.flatten_graph()
     require_kind(graph)
-    walked = DrafterWalk(read_drafter(graph, strict=False))
+    walked = DrafterReader(read_drafter_graph(graph, strict=False))
     placed = dict[str, FoundRole]()
     # Weights outside of attention have places if the residual stream can be followed to its end.
     with suppress(RoleError, UnsupportedError):
-        walked.walk_outside()
+        walked.read_outside_attentions()
         placed = {role.role: role for role in walked.roles}
     candidates = _find_candidates(graph)
     for geometry in load_mapping("geometries")["geometries"]:
@@ -151,9 +159,9 @@ def _read_by_place_and_name(opened: Opened, sliding_window: int | None, refusals
         kv = _find_caches(graph, config)
         if named is None or len(kv) < len(config.kv_layers):
             continue
-        drafter = opened.shard(graph, _build_walk(walked, config, [*placed.values(), *named]), config, kv)
+        drafter = opened.make_drafter(graph, _build_walk(walked, config, [*placed.values(), *named]), config, kv)
         assumed = f"theta, window and types of layers are those of {geometry['name']}, whose shapes these are"
-        counts = _describe_counts(drafter.walk.roles, {role.role for role in named})
+        counts = _describe_counts(drafter.structure.roles, {role.role for role in named})
         return replace(drafter, not_proven=(*_merge_refusals(refusals), assumed, counts))
     raise UnsupportedError(
         f"{'; '.join(_merge_refusals(refusals))}. It cannot be read without a proof either: the weights that "
@@ -165,9 +173,9 @@ def _find_missing_roles(
     graph: FlatGraph, config: DrafterConfig, placed: Mapping[str, FoundRole], candidates: _Candidates
 ) -> list[FoundRole] | None:
     """Find by name the roles that were not ``placed``; None if a role is missing or has another shape."""
-    shapes = {role: shape for role, shape in shapes_of(config).items() if role.name not in placed}
+    shapes = {role: shape for role, shape in list_shapes(config).items() if role.name not in placed}
     named = {role.role: role for role in _choose_named(candidates, shapes)}
-    shape_of_role = {role.name: shape for role, shape in shapes_of(config).items()}
+    shape_of_role = {role.name: shape for role, shape in list_shapes(config).items()}
     if any(shape_of_role.get(role.role) != role.shape for role in placed.values()):
         return None
     if any(role.name not in named and not role.optional for role in shapes):
@@ -176,13 +184,13 @@ def _find_missing_roles(
     return list(named.values())
 
 
-def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collection[FoundRole]) -> Walk:
-    roles = in_order(roles_found)
-    caches = {name: value.tensors[-1] for name, value in caches_of(walked.graph.inputs).items()}
-    return Walk(
+def _build_walk(walked: DrafterReader, config: DrafterConfig, roles_found: Collection[FoundRole]) -> DrafterStructure:
+    roles = sort_roles(roles_found)
+    caches = {name: value.tensors[-1] for name, value in find_caches(walked.graph.inputs).items()}
+    return DrafterStructure(
         roles,
         (),
-        set_aside(walked.graph, roles),
+        list_other_constants(walked.graph, roles),
         config.final_logit_softcap,
         config.rms_norm_eps,
         config.hidden_activation,
@@ -192,7 +200,9 @@ def _build_walk(walked: DrafterWalk, config: DrafterConfig, roles_found: Collect
     )
 
 
-def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, sliding_window: int | None) -> DrafterConfig:
+def _build_config(
+    geometry: Mapping[str, Any], walked: DrafterReader | None, sliding_window: int | None
+) -> DrafterConfig:
     """Build the config of a known geometry, with epsilon, activation and soft cap that ``walked`` read, if any."""
     published = geometry["published"]
     window = sliding_window or geometry["sliding_window"]
@@ -208,7 +218,9 @@ def _build_config(geometry: Mapping[str, Any], walked: DrafterWalk | None, slidi
     config = DrafterConfig(**{size: geometry[size] for size in sizes}, layers=layers, **published["numbers"])
     if walked is None:
         return config
-    config = replace(config, rms_norm_eps=walked.one_epsilon(), hidden_activation=walked.one_activation())
+    config = replace(
+        config, rms_norm_eps=walked.require_one_epsilon(), hidden_activation=walked.require_one_activation()
+    )
     return replace(config, final_logit_softcap=walked.soft_cap) if walked.has_head else config
 
 
@@ -216,9 +228,9 @@ def _find_candidates(graph: FlatGraph) -> _Candidates:
     """Find the constants that have a published name of a role; UnsupportedError if a matrix cannot be a weight."""
     matrices = list[tuple[Value, tuple[str, ...]]]()
     for node in graph.nodes:
-        if node.kind == PRODUCT and not node.operand(1).depends:
+        if node.kind == PRODUCT and not node.get_operand(1).depends:
             try:
-                value = weight_of(graph, node)
+                value = find_weight(graph, node)
             except UnreadableError as why:
                 raise UnsupportedError(f"{node.op.label} {why}. Please report the file.") from None
             matrices.append((value, (value.tensor.name,)))
@@ -232,7 +244,7 @@ def _find_candidates(graph: FlatGraph) -> _Candidates:
     candidates: _Candidates = defaultdict(dict)
     for is_matrix, named_values in ((True, matrices), (False, vectors)):
         for constant, names in named_values:
-            for role in roles_named(names, is_matrix=is_matrix):
+            for role in find_named_roles(names, is_matrix=is_matrix):
                 candidates[role][id(constant)] = (constant, names)
     return candidates
 
@@ -269,7 +281,7 @@ def _find_caches(graph: FlatGraph, config: DrafterConfig) -> dict[str, tuple[str
     for kind, layer in config.kv_layers.items():
         wanted = {layer.num_kv_heads, layer.head_dim}
         keys = sorted(
-            (name for name, value in caches_of(graph.inputs).items() if wanted <= set(value.tensor.shape)),
+            (name for name, value in find_caches(graph.inputs).items() if wanted <= set(value.tensor.shape)),
             key=lambda name: int("".join(filter(str.isdigit, name)) or 0),
         )
         pairs = [(name, name.replace("_k_", "_v_")) for name in keys if "_k_" in name]

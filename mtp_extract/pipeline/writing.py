@@ -14,22 +14,30 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import CENTROIDS, INDEX, MATRIX, Role
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
-from mtp_extract.checkpoint.codes import add_codes, with_codes
-from mtp_extract.checkpoint.files import OutputFile, json_text, write_file
+from mtp_extract.checkpoint.codes import add_codes, attach_codes
+from mtp_extract.checkpoint.files import OutputFile, format_json, write_file
 from mtp_extract.checkpoint.format import INDICES, Format, Plan, require_same
 from mtp_extract.checkpoint.rounding import RULES
 from mtp_extract.checkpoint.weight import Weight
-from mtp_extract.errors import UnsupportedError, either
-from mtp_extract.formats import EVERY, format_named, format_of
-from mtp_extract.io.address import name_of
-from mtp_extract.io.place import InputPaths, check_place, staged
-from mtp_extract.pipeline.check import CARD, RECORD, ReadDirectory, files_in, read_record, recorded, with_record
+from mtp_extract.errors import UnsupportedError, format_choice
+from mtp_extract.formats import ALL_FORMATS, detect_format, load_format
+from mtp_extract.io.address import name_checkpoint
+from mtp_extract.io.place import InputPaths, check_place, stage_output
+from mtp_extract.pipeline.check import (
+    CARD,
+    RECORD,
+    CheckpointDirectory,
+    list_directory_files,
+    list_recorded_files,
+    read_record,
+    resolve_place,
+)
 from mtp_extract.pipeline.plan import WritingPlan
-from mtp_extract.progress import SILENT, Reporter, counter
-from mtp_extract.report.card import model_card, roundings
+from mtp_extract.progress import SILENT, Reporter, make_counter
+from mtp_extract.report.card import list_roundings, render_model_card
 
 
 @dataclass(frozen=True)
@@ -47,20 +55,24 @@ class ExtractionResult:
 def prepare(checkpoint: Checkpoint, name: str, plan: WritingPlan) -> Plan:
     """Plan how the format called ``name`` stores ``checkpoint``; UnsupportedError if it cannot do so by ``plan``."""
     # Checked here since only reading the config tells the architecture for sure.
-    if (architecture := EVERY[name].architecture) != checkpoint.architecture.name:
+    if (architecture := ALL_FORMATS[name].architecture) != checkpoint.architecture.name:
         raise UnsupportedError(
             f"The {name} format holds drafters of the architecture {architecture}, and this is one of "
             f"{checkpoint.architecture.name}. Choose another format.",
             remedies=("format",),
         )
-    format_ = format_named(name)
-    dtype = plan.dtype or EVERY[name].dtypes[0]
+    format_ = load_format(name)
+    dtype = plan.dtype or ALL_FORMATS[name].dtypes[0]
     if plan.quantize is not None:
-        rules = EVERY[name].rules
+        rules = ALL_FORMATS[name].rules
         if plan.quantize not in rules:
             raise UnsupportedError(
                 f"The {name} format holds no codes that {plan.quantize} makes"
-                + (f", but those of {either(rules)}. Choose one of these." if rules else ". Choose another format."),
+                + (
+                    f", but those of {format_choice(rules)}. Choose one of these."
+                    if rules
+                    else ". Choose another format."
+                ),
                 remedies=("quantize",) if rules else ("format",),
             )
         checkpoint = _quantize(checkpoint, format_, dtype, plan.quantize)
@@ -92,7 +104,7 @@ def _quantize(checkpoint: Checkpoint, format_: Format, dtype: str, name: str) ->
 
 def _list_rounded_roles(checkpoint: Checkpoint, format_: Format, dtype: str) -> list[Role]:
     """List the matrices that a rule may round: not those of an ordered head, of which engines read rows of floats."""
-    roles = shapes_of(checkpoint.config)
+    roles = list_shapes(checkpoint.config)
     indices = [role for role in roles if role.kind == INDEX]
     has_ordered_head = any(format_.store(role, checkpoint.tensors[role.name], dtype).how == INDICES for role in indices)
     unrounded = ("lm_head", CENTROIDS) if has_ordered_head else ()
@@ -115,7 +127,7 @@ def write(
     Args:
         origin: the record's fields on the origin, a proof and a training.
         notes: for the user, before those on how weights are stored.
-        overwrite, inputs: as for :func:`~mtp_extract.io.place.staged`.
+        overwrite, inputs: as for :func:`~mtp_extract.io.place.stage_output`.
         reporter: is told the bytes written.
         every_float: compare all floats; if False, only the first and the last rows of each weight.
 
@@ -126,21 +138,23 @@ def write(
     remarks = list(notes)
     if rules:
         remarks.append(f"Codes were made here, by {rules[0]}, of {len(rules)} matrices that had none.")
-    with staged(target, overwrite=overwrite, inputs=inputs, listed=recorded) as stage:
-        tick = counter(reporter, "writing", sum(tensor.length for file in planned.files for tensor in file.tensors))
+    with stage_output(target, overwrite=overwrite, inputs=inputs, listed=list_recorded_files) as stage:
+        tick = make_counter(
+            reporter, "writing", sum(tensor.length for file in planned.files for tensor in file.tensors)
+        )
         files = {file.name: write_file(stage, file, tick) for file in planned.files}
         _compare_written(planned, stage, every_float)
         record = _build_record(planned, origin, rules[0] if rules else None, files)
         # The card is rendered from the record, which lists the card afterwards.
-        files[CARD] = write_file(stage, OutputFile(CARD, text=model_card(record, planned.limits)))
-        write_file(stage, OutputFile(RECORD, text=json_text(record)))
+        files[CARD] = write_file(stage, OutputFile(CARD, text=render_model_card(record, planned.limits)))
+        write_file(stage, OutputFile(RECORD, text=format_json(record)))
         read_record(stage)
-        sizes = {name: (stage / name).stat().st_size for name in files_in(stage)}
+        sizes = {name: (stage / name).stat().st_size for name in list_directory_files(stage)}
     return ExtractionResult(
         directory=target,
         files=sizes,
         record=record,
-        parameters=sum(map(math.prod, shapes_of(planned.checkpoint.config).values())),
+        parameters=sum(map(math.prod, list_shapes(planned.checkpoint.config).values())),
         integers=sum(stored_as.how == CODES for stored_as in planned.stored.values()),
         notes=(*remarks, *planned.notes, *planned.limits),
     )
@@ -165,11 +179,11 @@ def _build_record(
 
 def _compare_written(planned: Plan, stage: Path, every_float: bool) -> None:
     """Raise CheckpointError if the checkpoint in ``stage`` differs from what was ``planned``."""
-    back = format_named(planned.layout).read(stage)
+    back = load_format(planned.layout).read(stage)
     require_same(planned, back, every_float=every_float)
     if every_float:
         # Raises if codes do not give the floats that they lie beside.
-        with_codes(stage, back.tensors)
+        attach_codes(stage, back.tensors)
 
 
 def convert_checkpoint(
@@ -181,26 +195,26 @@ def convert_checkpoint(
     reporter: Reporter = SILENT,
 ) -> ExtractionResult:
     """Write the drafter in ``directory`` to ``out`` as ``plan`` says; see :func:`mtp_extract.convert`."""
-    place = with_record(directory)
-    name = name_of(directory)
-    chosen = plan.choose(EVERY[format_of(place).name].architecture)
+    place = resolve_place(directory)
+    name = name_checkpoint(directory)
+    chosen = plan.choose(ALL_FORMATS[detect_format(place).name].architecture)
     target = Path(out if out is not None else f"{Path(name).stem if directory.is_file() else name}-{chosen}")
-    check_place(target, overwrite=overwrite, inputs=(place,), listed=recorded)
-    read = ReadDirectory.of(place)
+    check_place(target, overwrite=overwrite, inputs=(place,), listed=list_recorded_files)
+    read = CheckpointDirectory.of(place)
     planned = prepare(read.checkpoint, chosen, plan)
     notes = [*read.checkpoint.notes, *_note_earlier_rounding(read, planned)]
-    origin = origin_of(read, planned)
+    origin = describe_origin(read, planned)
     return write(planned, target, origin, notes, overwrite=overwrite, inputs=(place,), reporter=reporter)
 
 
-def _note_earlier_rounding(read: ReadDirectory, planned: Plan) -> Iterator[str]:
+def _note_earlier_rounding(read: CheckpointDirectory, planned: Plan) -> Iterator[str]:
     """Yield a note if the weights were rounded before in a way in which they would not be rounded now."""
-    earlier = roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
+    earlier = list_roundings(*read.record["converted_from"], {**read.record, "rounded": read.lost})
     if lost := ", ".join(rounding for rounding in earlier if rounding not in planned.rounded):
         yield f"These weights were rounded earlier ({lost}). Extract the bundle in this format to avoid that."
 
 
-def origin_of(read: ReadDirectory, planned: Plan) -> dict[str, Any]:
+def describe_origin(read: CheckpointDirectory, planned: Plan) -> dict[str, Any]:
     """Return the record's fields on origin, proof and training for what is ``planned`` from the directory ``read``."""
     record = read.record
     carried_over = ["source", "known_as", "shared", "activations", "proof", "not_proven", "tuning"]

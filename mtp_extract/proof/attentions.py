@@ -15,14 +15,14 @@ import numpy.typing as npt
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS
-from mtp_extract.graph.drafter import Layer, Walk
-from mtp_extract.graph.evaluate import LAYOUT, computes_with_rounded
+from mtp_extract.graph.drafter import DrafterStructure, Layer
+from mtp_extract.graph.evaluate import LAYOUT, uses_rounded_results
 from mtp_extract.graph.expressions import Doubles
-from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, ancestors
+from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, walk_ancestors
 from mtp_extract.graph.forms import OutputGuard
 from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
 from mtp_extract.graph.masks import Masks
-from mtp_extract.graph.rotation import frequencies
+from mtp_extract.graph.rotation import compute_frequencies
 from mtp_extract.litertlm.tflite import TensorType
 
 _COSINE_TOLERANCE, _ANGLE_TOLERANCE = 2e-6, 3.5e-8
@@ -49,7 +49,7 @@ _MOST_MASK_NUMBERS = 16
 # Rotations.
 
 
-def check_rotations(graph: FlatGraph, structure: Walk, config: DrafterConfig) -> list[dict[str, Any]]:
+def check_rotations(graph: FlatGraph, structure: DrafterStructure, config: DrafterConfig) -> list[dict[str, Any]]:
     """Check that every layer rotates its queries by the config's RoPE; raise ProofError if one does not.
 
     Returns:
@@ -62,7 +62,7 @@ def check_rotations(graph: FlatGraph, structure: Walk, config: DrafterConfig) ->
         rope = config.layers[index].rope
         key = *layer.rotation.key, rope
         if key not in types_by_rotation:
-            types_by_rotation[key] = _check_rotation(graph, index, layer, frequencies(rope, layer.head_dim))
+            types_by_rotation[key] = _check_rotation(graph, index, layer, compute_frequencies(rope, layer.head_dim))
         if types_by_rotation[key]:
             coarse_tables.append({"layer": index, "held_in": types_by_rotation[key]})
     return coarse_tables
@@ -85,7 +85,7 @@ def _check_rotation(graph: FlatGraph, index: int, layer: Layer, exact: Doubles) 
 
     frequencies_in_use = (exact if coefficient_rounding else layer.inverse_frequencies).astype(np.float32)
     # Hardware rounds the last bit of powers and exponentials differently; the result must not depend on it.
-    for last_bits in (0, 1, -1) if computes_with_rounded(graph, layer.rotation.values) else (0,):
+    for last_bits in (0, 1, -1) if uses_rounded_results(graph, layer.rotation.values) else (0,):
         difference = _find_difference(layer, frequencies_in_use, coefficient_rounding, last_bits)
         # Exporters that store a table compute it in float64.
         if difference and _find_difference(layer, exact, coefficient_rounding, last_bits):
@@ -127,7 +127,7 @@ def _find_difference(
 
 def _find_rounding(graph: FlatGraph, values: Sequence[Value]) -> tuple[float, str]:
     """Return the rounding error of cosines and sines, and the half-precision types that they are stored in."""
-    sources = [source for value in values for source in ancestors(value) if source.tensor.elements > 1]
+    sources = [source for value in values for source in walk_ancestors(value) if source.tensor.elements > 1]
     tables = _list_tables(values, sources)
     # A FLOAT32 table whose numbers are all exact in FLOAT16 was half precision before a converter widened it.
     roundings = [_ROUNDING_OF_TYPE[TensorType.FLOAT16] for table in tables if table.constant and _is_half(graph, table)]
@@ -142,13 +142,13 @@ def _list_tables(values: Sequence[Value], sources: Sequence[Value]) -> list[Valu
     """List the ``sources`` that ``values`` are copied or converted from, without any arithmetic."""
     kinds = {id(source): source.producer.kind for source in sources if source.producer is not None}
     computed = frozenset(key for key, kind in kinds.items() if kind not in LAYOUT and kind not in CONVERSIONS)
-    return [table for value in values for table in ancestors(value, computed) if table.tensor.elements > 1]
+    return [table for value in values for table in walk_ancestors(value, computed) if table.tensor.elements > 1]
 
 
 def _is_half(graph: FlatGraph, table: Value) -> bool:
     if table.tensor.type is not TensorType.FLOAT32 or table.tensor.elements > _LARGEST_TABLE:
         return False
-    numbers = graph.floats(table)
+    numbers = graph.read_small_floats(table)
     return bool(np.array_equal(numbers, numbers.astype(np.float16).astype(np.float32)))
 
 
@@ -180,7 +180,7 @@ class SlotCheck:
         """
         slots = self.masks.slots
         attention = self.layer.attention
-        alike = self.masks.rows_are_alike(attention.mask_values)
+        alike = self.masks.are_rows_alike(attention.mask_values)
         if not alike and slots > _MOST_ROWS:
             raise UnsupportedError(
                 f"layers.{self.index}: its {slots} rows of masks are neither equal up to a shift nor few."
@@ -191,7 +191,7 @@ class SlotCheck:
         either: list[str | SlotWindow] = [name for name in (MASK, MASK_LOCAL) if name in self.inputs]
         # A window is not placed by slot − position alone: in rows that stand for others, a slot may be in it or not.
         either += attention.all_windows if alike else ()
-        self._check_cases(self.masks.each_case(attention, rows, either))
+        self._check_cases(self.masks.enumerate_cases(attention, rows, either))
         return len(rows), alike
 
     def _check_cases(self, each_case: Iterable[Cases]) -> None:
@@ -202,9 +202,11 @@ class SlotCheck:
             # _check_window has checked that a window covers all visible slots.
             for inside in cases.within.values():
                 possible &= inside | ~visible
-            self._check_scores(cases, attention.scores.tree.effect(cases), visible & possible, ~visible & possible)
+            self._check_scores(
+                cases, attention.scores.tree.compute_effect(cases), visible & possible, ~visible & possible
+            )
             if attention.guard is not None:
-                numbers = attention.guard.mask.numbers(cases)
+                numbers = attention.guard.mask.read_numbers(cases)
                 visible_numbers.update(np.unique(numbers[visible & possible]).tolist())
                 hidden_numbers.update(np.unique(numbers[~visible & possible]).tolist())
         if attention.guard is not None:

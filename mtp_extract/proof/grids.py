@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import escape, several
-from mtp_extract.graph.call import activation_scale, range_of_codes
-from mtp_extract.graph.drafter import LOGITS, Walk
-from mtp_extract.graph.flat import FlatGraph, Value, ancestors
+from mtp_extract.errors import escape, format_count
+from mtp_extract.graph.call import find_representable_range, read_activation_scale
+from mtp_extract.graph.drafter import LOGITS, DrafterStructure
+from mtp_extract.graph.flat import FlatGraph, Value, walk_ancestors
 
 
-def list_rounded(graph: FlatGraph, structure: Walk) -> list[dict[str, Any]]:
+def list_rounded_tensors(graph: FlatGraph, structure: DrafterStructure) -> list[dict[str, Any]]:
     """List the activations that ``graph`` rounds, and the weights that its operators round, one entry per type.
 
     Returns:
@@ -26,10 +26,10 @@ def list_rounded(graph: FlatGraph, structure: Walk) -> list[dict[str, Any]]:
         for floats both are None.
 
     Raises:
-        UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.activation_scale`.
+        UnsupportedError, FormatError: as :func:`~mtp_extract.graph.call.read_activation_scale`.
     """
     head = next(role.result for role in structure.roles if role.role == "lm_head")
-    logits = {id(value) for value in ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
+    logits = {id(value) for value in walk_ancestors(graph.outputs[LOGITS], frozenset({id(head)}))}
     kinds: dict[tuple[str, str], list[Value]] = {}
     for value in structure.rounded:
         of = "activation" if value.depends else "weight"
@@ -44,8 +44,8 @@ def list_rounded(graph: FlatGraph, structure: Walk) -> list[dict[str, Any]]:
 def _summarize_grids(values: Sequence[Value]) -> dict[str, Any]:
     steps, ranges = list[float](), list[tuple[float, float]]()
     for value in values:
-        activation = activation_scale(value.tensor)
-        ends = range_of_codes(value.tensor)
+        activation = read_activation_scale(value.tensor)
+        ends = find_representable_range(value.tensor)
         if activation is None or ends is None:
             return {"steps": None, "narrowest": None}
         steps.append(activation[0])
@@ -62,8 +62,8 @@ def _round_figure(number: float) -> float:
     return float(np.format_float_positional(number, 3, fractional=False))
 
 
-def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = False) -> str:
-    """Describe ``entries`` of :func:`list_rounded`; "" if there are none.
+def describe_rounding(entries: Sequence[Mapping[str, Any]], *, ranges: bool = False) -> str:
+    """Describe ``entries`` of :func:`list_rounded_tensors`; "" if there are none.
 
     ``ranges`` adds the shortest range. Example: ``18 activations are INT8 in the bundle (steps 0.0073 to 0.19)``.
     """
@@ -77,7 +77,7 @@ def rounding_in_words(entries: Sequence[Mapping[str, Any]], *, ranges: bool = Fa
             details.append("the shortest range {:g} to {:g}".format(*entry["narrowest"]))
         if entry["logits"]:
             details.append("logits among them")
-        subject = f"{several(entry['count'], entry['of'])} {'is' if entry['count'] == 1 else 'are'}"
+        subject = f"{format_count(entry['count'], entry['of'])} {'is' if entry['count'] == 1 else 'are'}"
         place = "" if parts else " in the bundle"
         parts.append(f"{subject} {escape(entry['type'])}{place}" + (f" ({', '.join(details)})" if details else ""))
     return ", ".join(parts)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import DrafterConfig
-from mtp_extract.checkpoint.weight import Constant, Weight, constant_weight, row_ranges, unfold_factor
+from mtp_extract.checkpoint.weight import BundleWeight, Weight, build_constant_weight, split_rows, unfold_factor
 from mtp_extract.errors import CheckpointError, ProofError, UnsupportedError, escape
-from mtp_extract.graph.call import computing, range_of_codes
-from mtp_extract.graph.drafter import Walk
+from mtp_extract.graph.call import convert_errors, find_representable_range
+from mtp_extract.graph.drafter import DrafterStructure
 from mtp_extract.graph.expressions import LARGEST_FACTOR
 from mtp_extract.graph.flat import FlatGraph
 from mtp_extract.graph.masks import Masks
@@ -27,13 +27,13 @@ from mtp_extract.litertlm.quantized import read_floats
 from mtp_extract.litertlm.storage import Floats
 from mtp_extract.litertlm.tflite import TfliteModel
 from mtp_extract.proof.attentions import SlotCheck, check_rotations
-from mtp_extract.proof.grids import list_rounded, rounding_in_words
+from mtp_extract.proof.grids import describe_rounding, list_rounded_tensors
 
 Read = Callable[[str], Weight]
 """Role → its tensor as it would be written."""
 
 Proof = Mapping[str, Any]
-"""What was checked, as ``mtp-inspect --graph --json`` prints it; a record has :func:`in_words` of it."""
+"""What was checked, as ``mtp-inspect --graph --json`` prints it; a record has :func:`describe_proof` of it."""
 
 _SCALE_TOLERANCE, _NUMBER_TOLERANCE = 1e-5, 1e-6
 _LARGEST_KEY_RMS = 16.0
@@ -44,8 +44,8 @@ _LARGEST_SCORE = 1e30
 _CACHE_NAME = re.compile(r"kv_cache_([kv])_([0-9]+)")
 
 
-@computing("The graph")
-def prove(graph: FlatGraph, structure: Walk, config: DrafterConfig, read: Read) -> Proof:
+@convert_errors("The graph")
+def prove(graph: FlatGraph, structure: DrafterStructure, config: DrafterConfig, read: Read) -> Proof:
     """Compare the checkpoint, before it is rounded to the stored type, with ``graph``.
 
     Raises:
@@ -67,12 +67,12 @@ def prove(graph: FlatGraph, structure: Walk, config: DrafterConfig, read: Read) 
         "mask_rows": {"computed": rows, "of": positions.slots, "alike": alike},
         "largest_scores": [float(f"{score:.4g}") for score in largest_scores],
         "cache_axes": cache_axes,
-        "rounded_activations": list_rounded(graph, structure),
+        "rounded_activations": list_rounded_tensors(graph, structure),
         "coarse_tables": coarse_tables,
     }
 
 
-def _check_cache_names(structure: Walk) -> None:
+def _check_cache_names(structure: DrafterStructure) -> None:
     """Raise UnsupportedError unless names tell K from V: the runtime fills caches by their names."""
     for index, layer in enumerate(structure.layers):
         key, value = (_CACHE_NAME.fullmatch(name) for name in (layer.key, layer.value))
@@ -84,7 +84,7 @@ def _check_cache_names(structure: Walk) -> None:
 
 
 def _check_slots(
-    graph: FlatGraph, structure: Walk, config: DrafterConfig, largest: Sequence[float]
+    graph: FlatGraph, structure: DrafterStructure, config: DrafterConfig, largest: Sequence[float]
 ) -> tuple[int, bool]:
     """Check masks and score scale of every layer; return how many rows were computed, and if all others are alike."""
     masks = Masks(graph, structure.reading.positions)
@@ -100,7 +100,7 @@ def _check_slots(
     return max(rows for rows, _ in rows_of_layer), all(alike for _, alike in rows_of_layer)
 
 
-def _list_cache_axes(structure: Walk) -> dict[str, list[int]]:
+def _list_cache_axes(structure: DrafterStructure) -> dict[str, list[int]]:
     """Return each cache input's axes of KV heads, slots and dimensions; ProofError if layers differ in them."""
     axes_of_cache: dict[str, list[int]] = {}
     for index, layer in enumerate(structure.layers):
@@ -112,13 +112,13 @@ def _list_cache_axes(structure: Walk) -> dict[str, list[int]]:
     return axes_of_cache
 
 
-def _compute_largest_score(graph: FlatGraph, structure: Walk, index: int) -> float:
+def _compute_largest_score(graph: FlatGraph, structure: DrafterStructure, index: int) -> float:
     """Bound |q · K| of a layer: |q| ≤ √n · largest weight of its norm; |K| by its cache's range, or its RMS bound."""
     layer = structure.layers[index]
     role = next(role for role in structure.roles if role.role == f"layers.{index}.q_norm")
     weight = 1.0 if role.tensor is None else float(abs(read_floats(graph.model, role.tensor)).max())
     row = math.sqrt(layer.head_dim)
-    ends = range_of_codes(graph.inputs[layer.key].tensor)
+    ends = find_representable_range(graph.inputs[layer.key].tensor)
     key = _LARGEST_KEY_RMS if ends is None else max(map(abs, ends))
     return min((row * weight * (1 + 1e-5) or 1.0) * row * key, _LARGEST_SCORE)
 
@@ -126,7 +126,7 @@ def _compute_largest_score(graph: FlatGraph, structure: Walk, index: int) -> flo
 # Numbers of the checkpoint against those of the graph.
 
 
-def _check_config(structure: Walk, config: DrafterConfig) -> None:
+def _check_config(structure: DrafterStructure, config: DrafterConfig) -> None:
     heads = [(layer.heads, layer.head_dim, layer.kv_heads) for layer in structure.layers]
     written = [(config.num_heads, layer.head_dim, layer.num_kv_heads) for layer in config.layers]
     for name, of_graph, of_config in (
@@ -139,12 +139,12 @@ def _check_config(structure: Walk, config: DrafterConfig) -> None:
             raise ProofError(f"{name}: the graph has {of_graph}, the config {of_config}.")
 
 
-def _check_tensors(model: TfliteModel, structure: Walk, config: DrafterConfig, read: Read) -> None:
+def _check_tensors(model: TfliteModel, structure: DrafterStructure, config: DrafterConfig, read: Read) -> None:
     """Compare every tensor with the constant of its role; a role without a constant is ones."""
     roles = {role.role: role for role in structure.roles if role.tensor is not None}
-    for role, shape in shapes_of(config).items():
+    for role, shape in list_shapes(config).items():
         weight = read(role.name)
-        constant = Constant(model, roles[role.name]) if role.name in roles else constant_weight(shape)
+        constant = BundleWeight(model, roles[role.name]) if role.name in roles else build_constant_weight(shape)
         if math.prod(weight.shape) != math.prod(shape):
             raise CheckpointError(f"{role.name}: expected {math.prod(shape)} numbers, found {math.prod(weight.shape)}.")
         if not _reads_codes_of(weight, constant):
@@ -152,7 +152,7 @@ def _check_tensors(model: TfliteModel, structure: Walk, config: DrafterConfig, r
 
 
 def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
-    for first, last in row_ranges(weight):
+    for first, last in split_rows(weight):
         written = weight.floats(first, last).reshape(-1)
         begin = first * weight.columns
         stored = _read_numbers(constant, begin, begin + written.size)
@@ -167,14 +167,18 @@ def _check_numbers(name: str, weight: Weight, constant: Weight) -> None:
 
 def _read_numbers(constant: Weight, begin: int, end: int) -> Floats:
     """Return elements ``[begin, end)`` of the flattened constant, F32, dequantized by the scales of its file."""
-    if isinstance(constant, Constant) and not constant.folded:
+    if isinstance(constant, BundleWeight) and not constant.folded:
         return unfold_factor(constant.source.floats(begin, end), constant.factor)
     return constant.floats().reshape(-1)[begin:end]
 
 
 def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     """Whether ``weight`` is read from the codes of ``constant``, with the same scales, and holds no huge number."""
-    if not (isinstance(weight, Constant) and isinstance(constant, Constant)) or weight.scheme is None or weight.folded:
+    if (
+        not (isinstance(weight, BundleWeight) and isinstance(constant, BundleWeight))
+        or weight.scheme is None
+        or weight.folded
+    ):
         return False
     if weight.source.tensor is not constant.source.tensor or weight.steps.factor != constant.factor:
         return False
@@ -190,7 +194,7 @@ def _reads_codes_of(weight: Weight, constant: Weight) -> bool:
     return same and float(scales.max()) * (1 << weight.bits) < LARGEST_FACTOR
 
 
-def in_words(proof: Mapping[str, Any]) -> list[str]:
+def describe_proof(proof: Mapping[str, Any]) -> list[str]:
     """Describe ``proof`` in sentences, as a record keeps it: what was checked, and what only the bundle rounds."""
     rows = proof["mask_rows"]
     masks = f"all {rows['of']} rows" + ("" if rows["computed"] == rows["of"] else " (equal up to a shift)")
@@ -203,7 +207,7 @@ def in_words(proof: Mapping[str, Any]) -> list[str]:
         "theta is written"
         for table in proof["coarse_tables"]
     ]
-    if rounded := rounding_in_words(proof["rounded_activations"], ranges=True):
+    if rounded := describe_rounding(proof["rounded_activations"], ranges=True):
         sentences.append(
             f"in real numbers: {rounded}; that rounding is the runtime's, and a checkpoint of floats has none"
         )

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mtp_extract.errors import PlanError, escape
-from mtp_extract.formats import EVERY, architecture_in
+from mtp_extract.formats import ALL_FORMATS, find_format_architecture
 from mtp_extract.io.address import HubAddress
 from mtp_extract.io.typed import Excerpt
-from mtp_extract.litertlm.published import base_model_of, bundle_of, license_of
-from mtp_extract.report.markdown import escape_paragraph, format_code, plain
+from mtp_extract.litertlm.published import find_base_model, find_bundle_of_origin, find_license
+from mtp_extract.report.markdown import escape_markdown, escape_paragraph, format_code
 from mtp_extract.report.serving import describe_serving, quote_shell_word
 from mtp_extract.report.templates import render_template
 
@@ -34,7 +34,7 @@ against Google's interpreter on some inputs; or none, as the weights were only i
 _VERDICT_WORDS = {PROVEN: "Verified", MEASURED: "Measured, not proven", NAMED: "Named, not proven"}
 
 
-def verdict_word(evidence: str | None, *, is_refuted: bool = False) -> str:
+def describe_verdict(evidence: str | None, *, is_refuted: bool = False) -> str:
     """Return the verdict on what this run has shown, in a few words; every command takes it from here.
 
     Args:
@@ -69,11 +69,14 @@ class CardWords:
             raise PlanError(f"base_model {escape(self.base_model)!r}: expected an id of the Hub, ORG/NAME.")
 
 
-UNSAID = CardWords()
+NO_CARD_WORDS = CardWords()
 
 
-def model_card(
-    record: Mapping[str, Any], limits: Sequence[str] = (), report: Verdict | None = None, words: CardWords = UNSAID
+def render_model_card(
+    record: Mapping[str, Any],
+    limits: Sequence[str] = (),
+    report: Verdict | None = None,
+    words: CardWords = NO_CARD_WORDS,
 ) -> str:
     """Return the text of ``README.md`` for a checkpoint directory whose ``extraction.json`` holds ``record``.
 
@@ -82,19 +85,19 @@ def model_card(
         report: the verdict of the ``report.json`` that ``mtp-validate`` wrote, if any.
         words: the publisher's statements.
     """
-    kind = architecture_in(record["layout"])
+    kind = find_format_architecture(record["layout"])
     base = _find_base(record, words)
     argument = _format_source_argument(record)
-    published = bundle_of(record)
+    published = find_bundle_of_origin(record)
     again = f"mtp-extract {argument}" if record["source"]["section"] else "mtp-convert DRAFTER"
     return render_template(
         "card.md",
-        plain,
+        escape_markdown,
         {"code": format_code, "paragraph": escape_paragraph},
         metadata="".join(f"{key}: {json.dumps(value)}\n" for key, value in build_card_metadata(record, words).items()),
-        rounded=roundings(*record["converted_from"]),
+        rounded=list_roundings(*record["converted_from"]),
         serving=describe_serving(record, base or "BASE_MODEL", again=again),
-        licence=license_of(record),
+        licence=find_license(record),
         published=published["name"] if published else None,
         record=record,
         named=NAMED,
@@ -107,9 +110,9 @@ def model_card(
     )
 
 
-def build_card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) -> dict[str, str | list[str]]:
+def build_card_metadata(record: Mapping[str, Any], words: CardWords = NO_CARD_WORDS) -> dict[str, str | list[str]]:
     """Return the card's YAML header as a dict, in the order in which it is written."""
-    license_ = license_of(record)
+    license_ = find_license(record)
     base = _find_base(record, words)
     tags = ["speculative-decoding", "draft-model", "gemma4", "mtp-extract"]
     metadata = {
@@ -120,20 +123,20 @@ def build_card_metadata(record: Mapping[str, Any], words: CardWords = UNSAID) ->
         # Of the Hub's four relations (adapter, finetune, merge, quantized), adapter is the one that needs its base.
         # Without a relation the Hub assumes a finetune, and for a GGUF a quantized base.
         "base_model_relation": "adapter" if base else None,
-        "library_name": EVERY[record["layout"]].library or None,
+        "library_name": ALL_FORMATS[record["layout"]].library or None,
         "pipeline_tag": "text-generation",
-        "tags": [*tags, *architecture_in(record["layout"]).tags],
+        "tags": [*tags, *find_format_architecture(record["layout"]).tags],
     }
     return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _find_base(record: Mapping[str, Any], words: CardWords) -> str | None:
     """Return the Hub id of the base; a local directory, which a head's config may name, does not count."""
-    named = (words.base_model, record["geometry"].get("base"), base_model_of(record))
+    named = (words.base_model, record["geometry"].get("base"), find_base_model(record))
     return next((name for name in named if isinstance(name, str) and _HUB_ID.fullmatch(name)), None)
 
 
-def roundings(*steps: Mapping[str, Any]) -> list[str]:
+def list_roundings(*steps: Mapping[str, Any]) -> list[str]:
     """Return the dtypes and quantization rules that ``steps`` rounded to, sorted, each once."""
     return sorted({word for step in steps for word in (*step["rounded"], step["rule"]) if word})
 
@@ -141,7 +144,7 @@ def roundings(*steps: Mapping[str, Any]) -> list[str]:
 def _format_source_argument(record: Mapping[str, Any]) -> str:
     """Return the bundle's address as one shell word, as exact as the record allows."""
     provenance = record["source"]["provenance"]
-    bundle = bundle_of(record) or {}
+    bundle = find_bundle_of_origin(record) or {}
     repository, path, commit = (provenance.get(key) for key in ("repository", "path", "commit"))
     if not (repository and path):
         repository = bundle.get("repository")

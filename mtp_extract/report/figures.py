@@ -33,7 +33,7 @@ Point = tuple[float, Ends]
 """A value and the ends of its interval."""
 
 
-def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = ".2f", strong: str = "") -> str:
+def draw_bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = ".2f", strong: str = "") -> str:
     """Return a chart of horizontal bars: for each row its name and below it a bar for each of ``series``.
 
     Args:
@@ -62,7 +62,7 @@ def bars(series: Mapping[str, Mapping[str, Point]], label: str, *, form: str = "
     return _render_svg(draw, 0.8 + (0.26 + 0.26 * len(series)) * len(names), legend=len(series) > 1)
 
 
-def lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
+def draw_lines(series: Mapping[str, Sequence[Point]], label: str) -> str:
     """Return a chart of percentages by draft step (from 1), with a line for each of ``series``."""
 
     def draw(axes: Any) -> None:

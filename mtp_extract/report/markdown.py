@@ -18,7 +18,7 @@ def escape_invisible(text: object) -> str:
     return " ".join(escape(word) for word in str(text).split(" "))
 
 
-def plain(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """Return ``text`` escaped so that nothing in it is markup, or ends a table cell or a line."""
     # Entities, since a backslash does not escape inside an HTML block.
     text_alone = re.sub(r"&(?=[#\w])", "&amp;", escape_invisible(text)).replace("<", "&lt;")
@@ -27,7 +27,7 @@ def plain(text: object) -> str:
 
 def escape_paragraph(text: object) -> str:
     """Return ``text`` escaped for a line of its own, so that it does not begin a heading, quotation or list either."""
-    return _OPENING.sub(r"\1\\", plain(text).strip())
+    return _OPENING.sub(r"\1\\", escape_markdown(text).strip())
 
 
 def format_code(value: object) -> str:

@@ -68,17 +68,17 @@ class Page:
     measured: str = ""  # when and how, a line at the bottom
 
 
-def as_json(record: object) -> bytes:
+def encode_json(record: object) -> bytes:
     """Encode ``record`` as an indented JSON file, with null for NaN."""
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
 
-def plain_json(record: object) -> Any:
+def convert_to_json(record: object) -> Any:
     """Convert ``record`` to dicts, lists, strings, numbers and None, as in its JSON."""
-    return msgspec.json.decode(as_json(record))
+    return msgspec.json.decode(encode_json(record))
 
 
-def as_html(page: Page) -> str:
+def render_html(page: Page) -> str:
     """Render ``page`` as HTML; without matplotlib, a note replaces the charts."""
     tables = sorted(page.tables, key=lambda table: table.folded)
     drawn = find_spec("matplotlib") is not None

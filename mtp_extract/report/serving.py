@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_extract.errors import escape
-from mtp_extract.formats import architecture_in, engines_for
+from mtp_extract.formats import find_format_architecture, list_engines_for
 
 _LONGEST_PATH = 1 << 12
 """Characters; a path in a command must not be shortened."""
@@ -33,10 +33,10 @@ def describe_serving(record: Mapping[str, Any], base: str, *, again: str) -> str
 def list_block_names(record: Mapping[str, Any]) -> Sequence[str]:
     """List the names of the blocks for the checkpoint that ``record`` describes."""
     layout = record["layout"]
-    return architecture_in(layout).serving(engines_for(layout), record["geometry"])
+    return find_format_architecture(layout).serving(list_engines_for(layout), record["geometry"])
 
 
-def next_command(engine: str, record: Mapping[str, Any], directory: object) -> str | None:
+def format_next_command(engine: str, record: Mapping[str, Any], directory: object) -> str | None:
     """Return the command of ``engine`` for the drafter in ``directory``, on one line; None if it has no block."""
     if engine not in list_block_names(record) or (block := _read_blocks().get(engine)) is None:
         return None

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from mtp_extract.errors import ServerError, several
-from mtp_extract.evaluation.intervals import IntervalEnds, over_texts, ratio_bounds, share_bounds
+from mtp_extract.errors import ServerError, format_count
+from mtp_extract.evaluation.intervals import IntervalEnds, bound_ratio, bound_share, compute_interval
 from mtp_extract.evaluation.prompts import Prompt, read_prompts
 from mtp_extract.io.typed import Figure
 from mtp_extract.progress import SILENT, Reporter, report_each
-from mtp_extract.serving.client import Answer, Server, question, sum_counters
+from mtp_extract.serving.client import Answer, Server, build_request, sum_counters
 from mtp_extract.serving.counters import Counters, sum_counts
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Failure, Figures, Request, Side, Window, list_requests
@@ -49,7 +49,7 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
             if url is not None
         }
         questions = [
-            question(prompt.content, plan.max_tokens, plan.chat_template, temperature=plan.temperature)
+            build_request(prompt.content, plan.max_tokens, plan.chat_template, temperature=plan.temperature)
             for prompt in prompts
         ]
         run = _Run(plan, prompts, questions, servers, {side: [] for side in servers})
@@ -58,7 +58,7 @@ def run_benchmark(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
             run.ask_all(reporter)
         except BaseException as error:
             if list_requests(run.windows["server"]):
-                reporter.measured(
+                reporter.report_result(
                     run.build_result(ended_early=str(error) if isinstance(error, Exception) else "interrupted")
                 )
             raise
@@ -77,7 +77,7 @@ class _Run:
         """Send the first requests without measuring them; an error of one of them ends the benchmark."""
         requests = self.plan.warm_up
         for server in self.servers.values():
-            reporter.say(f"{server.name}: {server.kind.name}, {several(requests, 'request')} to warm up")
+            reporter.say(f"{server.name}: {server.kind.name}, {format_count(requests, 'request')} to warm up")
             server.ask(self.questions[:requests], self.plan.concurrency)
 
     def ask_all(self, reporter: Reporter) -> None:
@@ -99,7 +99,7 @@ class _Run:
                 raise ServerError(windows[-1].failures[-1].reason)
 
     def _ask_window(self, server: Server, part: Sequence[int]) -> Window:
-        before = server.counters()
+        before = server.read_counters()
         started = time.perf_counter()
         results = server.try_each([self.questions[number] for number in part], self.plan.concurrency)
         seconds = time.perf_counter() - started
@@ -115,7 +115,7 @@ class _Run:
 
         answers = [request.answer for request in requests]
         if not failures:
-            counted = server.counted(before, answers, self.plan.max_tokens * len(answers))
+            counted = server.count_answers(before, answers, self.plan.max_tokens * len(answers))
             return Window(requests, seconds, *counted)
         # Failed requests move the page's counters by an unknown amount: use only the counts in answers.
         return Window(requests, seconds, sum_counters(answers) if answers else Counters(), False, failures)
@@ -135,8 +135,8 @@ class _Run:
                 for side, server in self.servers.items()
             },
             settings={name: getattr(self.plan, name) for name in _SETTINGS},
-            total=benchmark_figures(self.windows, names, is_compared),
-            workloads={name: benchmark_figures(self.windows, [name], is_compared) for name in names},
+            total=compute_figures(self.windows, names, is_compared),
+            workloads={name: compute_figures(self.windows, [name], is_compared) for name in names},
             windows=self.windows,
         )
         conclude_benchmark(benchmark)
@@ -163,7 +163,7 @@ def _compare_texts(windows: Mapping[str, Sequence[Window]]) -> None:
             request.leaves_at = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
 
 
-def benchmark_figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
+def compute_figures(windows: Mapping[str, Sequence[Window]], names: Collection[str], compared: bool) -> Figures:
     """Compute the figures of the workloads ``names``, from ``windows`` by side.
 
     ``compared`` says whether the texts were compared with the baseline's.
@@ -191,7 +191,7 @@ def _compute_speedup(server: Mapping[int, tuple[int, float]], baseline: Mapping[
         baseline_tokens, baseline_seconds = baseline[prompt]
         would_take.append(baseline_seconds / baseline_tokens * tokens)
         took.append(seconds)
-    return _compute_figure(ratio_bounds, would_take, took, len(prompts))
+    return _compute_figure(bound_ratio, would_take, took, len(prompts))
 
 
 def select_requests(windows: Sequence[Window], names: Collection[str]) -> list[Request]:
@@ -210,7 +210,7 @@ def measure_side(windows: Sequence[Window], names: Collection[str]) -> Side:
     first = [request.answer.first_s for request in requests if request.answer.first_s is not None]
     return Side(
         tokens=tokens,
-        tokens_per_s=_compute_figure(ratio_bounds, counts, [seconds for _, seconds in timed], sum(counts)),
+        tokens_per_s=_compute_figure(bound_ratio, counts, [seconds for _, seconds in timed], sum(counts)),
         output_throughput=tokens / wall if is_all and wall and tokens is not None else None,
         ttft_ms=_compute_latency(first),
         tpot_ms=_compute_latency([seconds / count for count, seconds in timed]),
@@ -233,7 +233,7 @@ def _summarize_drafts(windows: Sequence[Window], names: Collection[str]) -> dict
         "drafted": sum(drafted) if judged else None,
         "accepted": all_accepted if units else None,
         "rounds": sum(unit.rounds or 0 for unit in in_rounds) if in_rounds else None,
-        "acceptance": _compute_figure(share_bounds, accepted, drafted, sum(drafted)),
+        "acceptance": _compute_figure(bound_share, accepted, drafted, sum(drafted)),
         "tokens_per_round": _compute_tokens_per_round(in_rounds, is_bounded=len(judged) == len(units)),
         "acceptance_by_position": _compute_acceptance_by_position(in_rounds) if has_positions else None,
     }
@@ -248,7 +248,7 @@ def _compute_tokens_per_round(units: Sequence[Counters], *, is_bounded: bool) ->
     accepted = [unit.accepted or 0 for unit in units]
     # The most drafts that a round may accept, for the interval: the highest mean of drafts per round of any window.
     most = [-(-max(unit.drafted or 0, hits) // size) for unit, hits, size in zip(units, accepted, rounds, strict=True)]
-    length = _compute_figure(share_bounds, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
+    length = _compute_figure(bound_share, accepted, rounds, sum(rounds), scale=max(most, default=1) or 1, least=1)
     return length if is_bounded else Figure(length.value, length.n)
 
 
@@ -256,7 +256,7 @@ def _compute_acceptance_by_position(units: Sequence[Counters]) -> list[Figure]:
     """Return accepted drafts / rounds by position, of ``units`` that have rounds and positions."""
     rounds = [unit.rounds or 0 for unit in units]
     by_position = zip_longest(*(unit.positions or () for unit in units), fillvalue=0)
-    return [_compute_figure(share_bounds, hits, rounds, sum(rounds)) for hits in by_position]
+    return [_compute_figure(bound_share, hits, rounds, sum(rounds)) for hits in by_position]
 
 
 def _find_counters(window: Window, names: Collection[str]) -> Counters | None:
@@ -277,9 +277,9 @@ def _compute_figure(
     least: int = 0,
 ) -> Figure:
     """Return ``least`` + Σ ``sums`` / Σ ``sizes``; for a share, each sum is at most ``scale`` times its size."""
-    interval = over_texts(bounds, [value / scale for value in sums], sizes)
+    interval = compute_interval(bounds, [value / scale for value in sums], sizes)
     value = least + sum(sums) / sum(sizes) if sum(sizes) else None
-    return Figure(value, n, list(interval.scaled(scale, least)) if interval else None)
+    return Figure(value, n, list(interval.rescale(scale, least)) if interval else None)
 
 
 def _collect_times(requests: Sequence[Request]) -> dict[int, tuple[int, float]]:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import astuple, replace
 
-from mtp_extract.errors import MtpExtractError, ServerError, escape, few
-from mtp_extract.io.http_library import http_library
+from mtp_extract.errors import MtpExtractError, ServerError, escape, list_few
+from mtp_extract.io.http_library import import_http_library
 from mtp_extract.io.typed import Count, NotNegative, Record
 from mtp_extract.serving.counters import (
     KINDS,
@@ -45,7 +45,7 @@ _MARKS = 8  # tokens without text: those that begin and end an answer, or though
 _BY_BOTH = ("requests", "tokens", "drafted", "accepted")  # counters that answers and pages define alike
 
 
-def question(
+def build_request(
     prompt: str | Sequence[Mapping[str, Any]], max_tokens: int, chat: bool = True, **more: Any
 ) -> dict[str, Any]:
     """Return the request for at most ``max_tokens`` tokens after ``prompt``: text, or messages.
@@ -259,7 +259,7 @@ class Server(AbstractContextManager["Server"]):
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None) -> None:
         root = _parse_root(url)
-        http = http_library()
+        http = import_http_library()
         self.name = escape(root)
         self._http = http
         self._key = key
@@ -286,18 +286,18 @@ class Server(AbstractContextManager["Server"]):
         is_known = model in names or (listed and not names)
         if not is_known if model is not None else len(names) != 1:
             wanted = "one model" if model is None else f"the model {escape(model)}"
-            raise ServerError(f"expected {wanted}, found {few(names) or 'none'}. Name one", remedies=("model",))
+            raise ServerError(f"expected {wanted}, found {list_few(names) or 'none'}. Name one", remedies=("model",))
         signs = {header.partition("/")[0], *(str(get_field(entry, "owned_by")) for entry in listed)}
         return next((kind for kind in KINDS if kind.sign in signs), Kind()), model or names[0]
 
-    def counters(self) -> Counters:
+    def read_counters(self) -> Counters:
         """Read the server's counters since its start, over all its users; all None if it does not report them."""
         with suppress(ServerError):  # llama-server has no such page by default
             ((_, page),) = self._map(self._fetch_page, ["/metrics"], _PAGE_TIMEOUT)
             return parse_page_counters(page.decode("utf-8", "replace"))
         return Counters()
 
-    def counted(self, before: Counters, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
+    def count_answers(self, before: Counters, answers: Sequence[Answer], most_tokens: int) -> tuple[Counters, bool]:
         """Count ``answers``, which have ``most_tokens`` at most; return also whether somebody else used the server.
 
         Counts that the answers lack are taken from the server's counters, if these moved from ``before`` by exactly
@@ -307,7 +307,7 @@ class Server(AbstractContextManager["Server"]):
         deadline = time.monotonic() + _SETTLING_TIME
         most_tokens += _BEYOND_LIMIT * len(answers)
         while True:
-            moved = self.counters() - before
+            moved = self.read_counters() - before
             # The counts that both have: on the page, in the answers.
             pairs = [(getattr(moved, name), getattr(in_answers, name)) for name in _BY_BOTH]
             pairs = [pair for pair in pairs if None not in pair]
@@ -321,7 +321,7 @@ class Server(AbstractContextManager["Server"]):
             time.sleep(_POLL_INTERVAL)
 
     def ask(self, questions: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[Answer]:
-        """Send requests of :func:`question`, ``at_a_time`` in parallel, and return the answers in order.
+        """Send requests of :func:`build_request`, ``at_a_time`` in parallel, and return the answers in order.
 
         Raises:
             MtpExtractError: a request failed; the first failure ends all.
@@ -451,7 +451,7 @@ def _find_error_message(error: Any) -> str:
 
 def _parse_root(url: str) -> str:
     """Return ``url`` without query and ``/v1``; raise MtpExtractError if it is not a URL or contains a login."""
-    http = http_library()
+    http = import_http_library()
     try:
         parts = http.URL(url)
         usable = parts.scheme in ("http", "https") and parts.host and (parts.port or 1) < 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from mtp_extract.errors import few, several
+from mtp_extract.errors import format_count, list_few
 from mtp_extract.report.numbers import DASH, format_mean, format_number, format_rate
 from mtp_extract.report.page import ReportTable
 from mtp_extract.serving.client import Answer
@@ -28,7 +28,9 @@ def conclude_benchmark(benchmark: Benchmark) -> None:
     speedup = "" if total.speedup.value is None else f", {format_mean(total.speedup)}×"
     parts = [f"{speeds} tokens/s{speedup}", _describe_drafts(total.sides["server"])]
     if total.identical is not None:
-        parts.append(f"the text is the baseline's in {total.identical} of {several(total.compared or 0, 'answer')}")
+        parts.append(
+            f"the text is the baseline's in {total.identical} of {format_count(total.compared or 0, 'answer')}"
+        )
 
     benchmark.verdict = f"Measured: {'; '.join(parts)}."
     benchmark.findings = list(_list_findings(benchmark))
@@ -43,9 +45,9 @@ def _describe_drafts(server: Side) -> str:
     if server.accepted is None:
         return "the server does not say how many drafts were accepted"
     if server.drafted is None:
-        return f"{several(server.accepted, 'draft')} accepted, of how many the server does not say"
+        return f"{format_count(server.accepted, 'draft')} accepted, of how many the server does not say"
     share = f", {format_rate(server.acceptance)} %" if server.drafted else ""
-    return f"{server.accepted} of {several(server.drafted, 'draft')} accepted{share}"
+    return f"{server.accepted} of {format_count(server.drafted, 'draft')} accepted{share}"
 
 
 def _list_findings(benchmark: Benchmark) -> Iterator[str]:
@@ -54,13 +56,13 @@ def _list_findings(benchmark: Benchmark) -> Iterator[str]:
     if benchmark.ended_early is not None:
         windows = benchmark.windows["server"]
         done = sum(len(window.requests) + len(window.failures) for window in windows)
-        yield f"it ended after {several(done, 'prompt')}: {benchmark.ended_early.rstrip('.')}"
+        yield f"it ended after {format_count(done, 'prompt')}: {benchmark.ended_early.rstrip('.')}"
     for side, windows in benchmark.windows.items():
         yield from _describe_failures(side, windows)
     if server.drafted == 0:
         yield "the server drafted nothing: it was started without a drafter, or does not use it"
     if baseline is not None and baseline.drafted:
-        yield f"the baseline drafts too ({several(baseline.drafted, 'draft')}): it is none"
+        yield f"the baseline drafts too ({format_count(baseline.drafted, 'draft')}): it is none"
     yield from _describe_text_differences(benchmark)
 
 
@@ -68,9 +70,9 @@ def _describe_failures(side: str, windows: Sequence[Window]) -> Iterator[str]:
     failures = Counter(failure.reason.rstrip(".") for window in windows for failure in window.failures)
     if failures:
         sent = failures.total() + len(list_requests(windows))
-        reasons = (f"{reason} ({several(count, 'time')})" for reason, count in failures.most_common())
+        reasons = (f"{reason} ({format_count(count, 'time')})" for reason, count in failures.most_common())
         failed = f"{failures.total()} of {sent} requests to the {side} failed, and are left out"
-        yield f"{failed}: {few(reasons, 3, '; ')}"
+        yield f"{failed}: {list_few(reasons, 3, '; ')}"
 
 
 def _describe_text_differences(benchmark: Benchmark) -> Iterator[str]:
@@ -88,9 +90,9 @@ def _describe_text_differences(benchmark: Benchmark) -> Iterator[str]:
         else:
             ending.append(f"{request.prompt + 1} {_describe_end(request.answer, expected)}")
     if leaving:
-        yield f"the text leaves the baseline's in prompt {few(leaving, 8)}"
+        yield f"the text leaves the baseline's in prompt {list_few(leaving, 8)}"
     if ending:
-        yield f"the text is the baseline's but for its end: prompt {few(ending, 8, '; ')}"
+        yield f"the text is the baseline's but for its end: prompt {list_few(ending, 8, '; ')}"
 
 
 def _describe_end(answer: Answer, baseline: Answer) -> str:
@@ -119,12 +121,13 @@ def _list_notes(benchmark: Benchmark) -> Iterator[str]:
 def _list_counting_notes(name: str, windows: Sequence[Window], side: Side, answers: int) -> Iterator[str]:
     """Yield the counts that the server ``name`` lacks, and its acceptance by position."""
     if disturbed := sum(window.disturbed for window in windows):
+        times = f"{disturbed} of {format_count(len(windows), 'time')}"
         yield (
-            f"{name}: its counters moved by other than these requests {disturbed} of {several(len(windows), 'time')}: "
-            "somebody else used it, or it rounds them. Those counts are left out."
+            f"{name}: its counters moved by other than these requests {times}: somebody else used it, or it rounds "
+            "them. Those counts are left out."
         )
     if uncounted := answers - side.counted:
-        yield f"{name} reports no draft counters for {uncounted} of {several(answers, 'answer')}."
+        yield f"{name} reports no draft counters for {uncounted} of {format_count(answers, 'answer')}."
     elif side.drafted is None or side.accepted is None:
         yield f"{name} counts accepted drafts, and not how many it drafted: there is no share."
     if rates := side.acceptance_by_position:
@@ -146,11 +149,11 @@ def _explain_missing_speeds(name: str, answers: Sequence[Answer], limit: int) ->
     )
     for sentence, is_concerned in reasons:
         if count := sum(map(is_concerned, answers)):
-            concerned = f"{count} of {several(len(answers), 'answer')}"
+            concerned = f"{count} of {format_count(len(answers), 'answer')}"
             yield f"{name} {sentence.format(concerned, limit=limit)}"
 
 
-def benchmark_table(benchmark: Benchmark) -> ReportTable:
+def build_benchmark_table(benchmark: Benchmark) -> ReportTable:
     """Return the table of speed, latency and drafts, by workload and side."""
     rows = list[tuple[str | int, ...]]()
     for name, figures in {**benchmark.workloads, "all": benchmark.total}.items():

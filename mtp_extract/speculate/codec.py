@@ -58,18 +58,18 @@ class Codec:
         if isinstance(prompt, str) and chat_template and self.has_template:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str):
-            tokens = self.continued(prompt)
+            tokens = self.encode_continuation(prompt)
             bos = getattr(self.tokenizer, "bos_token_id", None)
             tokens = tokens if bos is None or tokens[:1] == (bos,) else (bos, *tokens)
         elif any(isinstance(part, Mapping) for part in prompt):
-            tokens = self.continued(self._apply_template(prompt))
+            tokens = self.encode_continuation(self._apply_template(prompt))
         else:
             tokens = self._check_ids(prompt)
         if not tokens:
             raise PairError("expected a prompt of at least one token, found an empty one; begin with the BOS token")
         return tokens
 
-    def continued(self, text: str) -> tuple[int, ...]:
+    def encode_continuation(self, text: str) -> tuple[int, ...]:
         """Return the token ids of text that continues other text, without a BOS token; PairError as :meth:`encode`."""
         if self.tokenizer is None:
             raise PairError("expected a tokenizer for text, found none; pass the base's tokenizer, or token ids")

@@ -84,7 +84,7 @@ class SpeculativeGenerator:
 
     Args:
         base: a Gemma 4 model of transformers, on one or several devices.
-        drafter: from :func:`mtp_extract.drafter.load.load_any`, or any other, on any device.
+        drafter: from :func:`mtp_extract.drafter.load.load_any_drafter`, or any other, on any device.
         tokenizer: the base's; only needed for prompts and results as text.
 
     Raises:
@@ -156,7 +156,7 @@ class _GrowingText:
         self.drafter = drafter
         self.sampling = sampling
         self.random = torch.Generator(base.device).manual_seed(seed)
-        self.cache = base.new_cache()
+        self.cache = base.build_cache()
         self.draft_state: Any = None
         self.fed: BaseOutput  # the accepted tokens of the base's latest forward
 

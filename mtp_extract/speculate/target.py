@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, Drafter
-from mtp_extract.errors import PairError, escape, few, several
+from mtp_extract.errors import PairError, escape, format_count, list_few
 from mtp_extract.speculate.drafts import DraftTree
 
 
@@ -81,7 +81,7 @@ class Base:
             logits = torch.tanh(logits / cap) * cap
         return logits.float().to(self.device)
 
-    def new_cache(self) -> DynamicCache:
+    def build_cache(self) -> DynamicCache:
         """Build an empty cache for one text, from which K and V of rejected drafts can be cropped.
 
         Sliding layers keep two slots more than the base needs, since the drafter's position conventions look at them.
@@ -193,7 +193,7 @@ def _read_windows(config: Any) -> dict[str, int | None]:
     known_types = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     unknown = sorted(set(config.layer_types) - set(known_types))
     if unknown:
-        raise PairError(f"expected layer types {', '.join(known_types)} in the base, found {few(unknown)}")
+        raise PairError(f"expected layer types {', '.join(known_types)} in the base, found {list_few(unknown)}")
     return {kind: known_types[kind] for kind in dict.fromkeys(config.layer_types)}
 
 
@@ -223,6 +223,6 @@ def compare_needs(base: Base, needs: BaseRequirements) -> Iterator[tuple[str, ob
             keys = shared[kind][0]
             yield (
                 f"{kind}: K and V of",
-                f"{several(heads, 'head')} of {width}",
-                f"{several(keys.shape[1], 'head')} of {keys.shape[3]}",
+                f"{format_count(heads, 'head')} of {width}",
+                f"{format_count(keys.shape[1], 'head')} of {keys.shape[3]}",
             )

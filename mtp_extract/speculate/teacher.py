@@ -68,7 +68,7 @@ class PerAnchor:
         return type(self)(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
     @classmethod
-    def joined(cls: type[_Part], parts: Sequence[_Part]) -> _Part:
+    def from_parts(cls: type[_Part], parts: Sequence[_Part]) -> _Part:
         """Concatenate the rows of ``parts``."""
         return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(cls)))
 
@@ -99,7 +99,7 @@ def read_texts(base: Base, texts: Sequence[Text], needs: Sequence[BaseRequiremen
 
 
 @torch.inference_mode()
-def teacher_forced(
+def draft_teacher_forced(
     base: Base,
     drafter: Drafter,
     texts: Sequence[Text],
@@ -129,7 +129,7 @@ def teacher_forced(
     # [texts, anchors], padded to the text with the most anchors; ``real`` masks the padding out.
     anchors = _pad_rows([text.anchors for text in texts], 1)
     real = _pad_rows([[True] * len(text.anchors) for text in texts], 0).bool()
-    targets = targets_of(texts, anchors, steps)
+    targets = gather_targets(texts, anchors, steps)
     drafts = torch.empty_like(targets)
     ranks = torch.empty_like(targets)
     at_once = max(1, _LOGITS_AT_ONCE // (len(texts) * base.vocab_size))
@@ -171,7 +171,7 @@ def _compute_ranks(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def likeliest_of_base(base: Base, texts: Sequence[Text]) -> Tensor:
+def is_base_argmax(base: Base, texts: Sequence[Text]) -> Tensor:
     """Whether each following token is the base's argmax: bool [texts, length - 1]; undefined past a text's end."""
     tokens = _pad_rows([text.tokens for text in texts], 0)
     states = base.feed(tokens.to(base.device)).hidden
@@ -184,7 +184,7 @@ def _pad_rows(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     return rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
 
 
-def targets_of(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
+def gather_targets(texts: Sequence[Text], anchors: Tensor, steps: int) -> Tensor:
     """Return the tokens after each anchor, int64 [texts, anchors, steps]; -1 past the end."""
     padded = functional.pad(_pad_rows([text.tokens for text in texts], _NO_TARGET), (0, steps), value=_NO_TARGET)
     return torch.stack([padded.gather(1, anchors + 1 + step) for step in range(steps)], dim=-1)

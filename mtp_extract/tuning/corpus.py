@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_extract.errors import MtpExtractError, several
+from mtp_extract.errors import MtpExtractError, format_count
 from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.intervals import LEAST_TEXTS, find_repeats
-from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts, spread
+from mtp_extract.evaluation.prompts import FEW_PER_WORKLOAD, Prompt, load_shipped_prompts, pick_evenly, read_prompts
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.serving.client import Server
 from mtp_extract.speculate.teacher import Text
@@ -46,7 +46,7 @@ _LEAST = {TRAINED: 4, WATCHED: 4, HELD_OUT: LEAST_TEXTS}  # texts of each side; 
 _MOST_WATCHED = 32  # texts, as every evaluation measures all of them
 
 
-def split_of(source: str) -> str:
+def choose_side(source: str) -> str:
     """Return :data:`TRAINED`, :data:`WATCHED` or :data:`HELD_OUT` for a prompt of this source.
 
     A hash of the source decides, so prompts that are added later do not move the others.
@@ -172,14 +172,14 @@ def _write_sides(
 def split_prompts(plan: TuningPlan) -> dict[str, list[Prompt]]:
     """Return the prompts or human texts by side; raise MtpExtractError if there are too few."""
     file = plan.prompts or plan.text
-    items = read_prompts(file, chat_template=plan.chat_template) if file else shipped_prompts()
-    sides = {side: [item for item in items if split_of(item.source) == side] for side in _LEAST}
-    sides[WATCHED] = spread(sides[WATCHED], _MOST_WATCHED)
+    items = read_prompts(file, chat_template=plan.chat_template) if file else load_shipped_prompts()
+    sides = {side: [item for item in items if choose_side(item.source) == side] for side in _LEAST}
+    sides[WATCHED] = pick_evenly(sides[WATCHED], _MOST_WATCHED)
     short = [side for side, prompts in sides.items() if len({item.key for item in prompts}) < _LEAST[side]]
     if short:
         raise _build_shortage_error(items, " and ".join(f"{_LEAST[side]} to be {side}" for side in short))
     # Under another name, as a user's workload may be called "code" too.
-    shipped = shipped_prompts(FEW) if file else ()
+    shipped = load_shipped_prompts(FEW_PER_WORKLOAD) if file else ()
     return {**sides, SHIPPED: [replace(item, workload=f"{item.workload} (shipped)") for item in shipped]}
 
 
@@ -193,8 +193,8 @@ def _build_shortage_error(items: Sequence[Prompt], wanted: str) -> MtpExtractErr
             "held out. Give each document a value of its own, or leave `source` out"
         )
     return MtpExtractError(
-        f"expected enough prompts for at least {wanted}, found {several(prompts, 'prompt')} of "
-        f"{several(sources, 'source')}, and a hash of the source decides the side. {advice}.",
+        f"expected enough prompts for at least {wanted}, found {format_count(prompts, 'prompt')} of "
+        f"{format_count(sources, 'source')}, and a hash of the source decides the side. {advice}.",
         remedies=("prompts", "text"),
     )
 

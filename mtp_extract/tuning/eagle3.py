@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.eagle3 import EAGLE3, FUSED, Eagle3Config
 from mtp_extract.architecture.roles import INDEX, NORM
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.files import write_file
-from mtp_extract.checkpoint.weight import Weight, of_array
-from mtp_extract.formats import format_named
+from mtp_extract.checkpoint.weight import Weight, wrap_array
+from mtp_extract.formats import load_format
 from mtp_extract.formats.eagle3 import WEIGHTS_FILE
-from mtp_extract.io.place import listing, staged
-from mtp_extract.pipeline.check import ReadDirectory
+from mtp_extract.io.place import make_own_files, stage_output
+from mtp_extract.pipeline.check import CheckpointDirectory
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.pair import Pair
@@ -103,13 +103,15 @@ def add_untrained_head(pair: Pair, texts: Sequence[Text]) -> None:
     if pair.accelerator.is_main_process:
         name = None if Path(plan.base).is_dir() else plan.base
         head = build_untrained_head(pair.base, texts, plan.draft_vocab, name, pair.loaded.dtype, plan.seed)
-        files = format_named(EAGLE3).plan(head, head.dtype).files
+        files = load_format(EAGLE3).plan(head, head.dtype).files
         # A head that an earlier training left there is replaced.
-        with staged(directory, overwrite=True, listed=listing(WEIGHTS_FILE, [file.name for file in files])) as stage:
+        with stage_output(
+            directory, overwrite=True, listed=make_own_files(WEIGHTS_FILE, [file.name for file in files])
+        ) as stage:
             for file in files:
                 write_file(stage, file)
     pair.accelerator.wait_for_everyone()
-    pair.load_origin(ReadDirectory.of(directory))
+    pair.load_origin(CheckpointDirectory.of(directory))
 
 
 @torch.no_grad()
@@ -136,9 +138,9 @@ def build_untrained_head(
     }
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Weight] = {}
-    for role, shape in shapes_of(config).items():
+    for role, shape in list_shapes(config).items():
         if role.kind == INDEX:
-            tensors[role.name] = of_array(rows - np.arange(len(rows)))
+            tensors[role.name] = wrap_array(rows - np.arange(len(rows)))
             continue
         if role.name in from_base:
             weight = from_base[role.name]
@@ -147,5 +149,5 @@ def build_untrained_head(
         else:
             # The output of a matrix is as large as its input.
             weight = torch.randn(*shape, generator=generator) * shape[1] ** -0.5
-        tensors[role.name] = of_array(np.array(weight.detach().float().cpu().numpy()))
+        tensors[role.name] = wrap_array(np.array(weight.detach().float().cpu().numpy()))
     return Checkpoint(config, MappingProxyType(tensors), "bf16" if dtype == "bfloat16" else "f32")

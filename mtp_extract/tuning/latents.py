@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX, NORM, SCALAR, Role
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Weight, of_array, of_codes, row_ranges
+from mtp_extract.checkpoint.weight import Weight, split_rows, wrap_array, wrap_codes
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Latents(nn.Module):
         for key, result in results.items():
             old = tensors[self._roles[key][0].name]
             if grid := self._grids.get(key):
-                new: Weight = of_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
+                new: Weight = wrap_codes(result.numpy(), grid.scheme, grid.steps, old.origin)
             else:
                 numbers = self._compute_weight(key, result.to(self.values[key].device)).cpu().numpy()
-                new = old if np.array_equal(numbers, old.array()) else of_array(numbers)
+                new = old if np.array_equal(numbers, old.array()) else wrap_array(numbers)
             tensors.update({role.name: new for role in self._roles[key]})
         return replace(self.checkpoint, tensors=MappingProxyType(tensors))
 
@@ -135,7 +135,7 @@ def _list_trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequen
     # The choice of clusters in an ordered head has no gradient. The input norm of an EAGLE-3 head is followed by the
     # matrix fc, which can learn the same factors.
     untrained = ("input_norm", *HEAD_ROLES, *idle)
-    for role in shapes_of(checkpoint.config):
+    for role in list_shapes(checkpoint.config):
         if role.kind in kinds and role.name not in untrained:
             yield role
 
@@ -150,7 +150,7 @@ class Grid:
         low = scheme.lowest
         # A symmetric quantizer does not use the lowest code, and engines may rely on that.
         symmetric = scheme.signed and not steps.zero_point.any()
-        unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in row_ranges(stored))
+        unused = symmetric and all(int(stored.codes(*rows).min()) > low for rows in split_rows(stored))
         self.low = low + unused
         self.high = low + (1 << scheme.bits) - 1
         self.dtype = torch.int8 if scheme.signed else torch.uint8  # of stored codes

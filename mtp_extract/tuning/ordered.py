@@ -24,15 +24,15 @@ from torch.nn.functional import cross_entropy, normalize
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.architecture.roles import CENTROIDS, HEAD_ROLES, ORDERING
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import of_array
+from mtp_extract.checkpoint.weight import wrap_array
 from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention
 from mtp_extract.errors import MtpExtractError, escape
 from mtp_extract.evaluation.agreement import estimate_share
-from mtp_extract.evaluation.base_texts import groups
+from mtp_extract.evaluation.base_texts import group_by_length
 from mtp_extract.progress import Reporter
 from mtp_extract.speculate.teacher import Text
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, filter_new_texts, split_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, choose_side, filter_new_texts
 from mtp_extract.tuning.loss import find_argmax_tokens
 from mtp_extract.tuning.pair import Pair, round_like
 from mtp_extract.tuning.rounds import Batch, Rounds, draw_batch, mark_counted_drafts
@@ -173,7 +173,7 @@ def remove_ordered_head(checkpoint: Checkpoint) -> Checkpoint:
 
 def add_ordered_head(checkpoint: Checkpoint, ordering: Tensor, centroids: Tensor, top_k: int) -> Checkpoint:
     """Add an ordered head: ``ordering`` int64 [V] lists tokens cluster by cluster, ``centroids`` are F32 [C, width]."""
-    head = {CENTROIDS: of_array(centroids.numpy()), ORDERING: of_array(ordering.numpy().astype(np.int64))}
+    head = {CENTROIDS: wrap_array(centroids.numpy()), ORDERING: wrap_array(ordering.numpy().astype(np.int64))}
     config = replace(checkpoint.mtp, ordered_head=OrderedHeadConfig(len(centroids), top_k))
     return replace(checkpoint, config=config, tensors=MappingProxyType({**checkpoint.tensors, **head}))
 
@@ -191,7 +191,7 @@ def write_random_texts(pair: Pair, reporter: Reporter) -> dict[str, list[Text]]:
     written = writer.write_texts(prompts, reporter, "random prompts")
     by_side: dict[str, list[Text]] = {}
     for side in (TRAINED, WATCHED, HELD_OUT):
-        texts = [text for text in written if split_of(str(list(text.prompt))) == side]
+        texts = [text for text in written if choose_side(str(list(text.prompt))) == side]
         # After random tokens a base soon writes the same loops, which must not be on two sides.
         by_side[side] = filter_new_texts(texts, plan.draft_steps, list(chain(*by_side.values())))
     return by_side
@@ -222,7 +222,7 @@ def collect_states(
     plan = pair.plan
     anchors = max(1, most // (max(1, len(texts)) * plan.draft_steps * len(conventions)))
     parts: list[HeadSample] = []
-    for group in groups([len(text.tokens) for text in texts], plan.batch):
+    for group in group_by_length([len(text.tokens) for text in texts], plan.batch):
         batch = draw_batch(pair, drafter, [texts[index] for index in group], anchors)
         parts += _collect_batch_states(pair, drafter, batch, torch.tensor(group), conventions)
     if not any(len(part.states) for part in parts):

@@ -12,18 +12,18 @@ import torch
 from accelerate import Accelerator
 from xxhash import xxh3_128
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import HEAD_ROLES, MATRIX
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.format import NOTHING, Plan
-from mtp_extract.drafter.load import Network, load_any
+from mtp_extract.drafter.load import Network, load_any_drafter
 from mtp_extract.errors import UnsupportedError, escape
-from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
-from mtp_extract.formats import EVERY
-from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.pipeline.check import ReadDirectory
+from mtp_extract.evaluation.base_model import LoadedBase, guard_memory, load_base
+from mtp_extract.formats import ALL_FORMATS
+from mtp_extract.io.opening import fetch_checkpoint
+from mtp_extract.pipeline.check import CheckpointDirectory
 from mtp_extract.pipeline.plan import DtypeName, WritingPlan
-from mtp_extract.pipeline.writing import origin_of, prepare, write
+from mtp_extract.pipeline.writing import describe_origin, prepare, write
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.codec import Codec
 from mtp_extract.speculate.target import Base, check_pair
@@ -51,7 +51,7 @@ class Pair:
         self.plan = plan
         self.accelerator = Accelerator(cpu=plan.device == "cpu")
         self.say = (reporter if self.accelerator.is_main_process else SILENT).say
-        origin = None if plan.directory is None else ReadDirectory.of(checkpoint_here(plan.directory))
+        origin = None if plan.directory is None else CheckpointDirectory.of(fetch_checkpoint(plan.directory))
         # Check the drafter before the base is loaded, which may take minutes.
         if origin is not None and plan.mode == "qat":
             require_codes(origin, list_idle_roles(plan))
@@ -63,10 +63,10 @@ class Pair:
         if origin is not None:
             self.load_origin(origin)
 
-    def load_origin(self, origin: ReadDirectory) -> None:
+    def load_origin(self, origin: CheckpointDirectory) -> None:
         """Load the drafter of ``origin``; raise MtpExtractError if it does not fit the base."""
         self.origin = origin
-        with memory_guard("loading the drafter"):
+        with guard_memory("loading the drafter"):
             self.drafter = self.load_rounded(origin.checkpoint)
             check_pair(self.base, self.drafter)
 
@@ -82,7 +82,7 @@ class Pair:
     def load_rounded(self, checkpoint: Checkpoint) -> Network:
         """Load ``checkpoint`` rounded to the format of the origin, so that a measurement is of the written weights."""
         rounded = round_like(self.origin, checkpoint)
-        return load_any(rounded, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
+        return load_any_drafter(rounded, dtype=self.loaded.drafter_dtype, device=self.accelerator.device)
 
 
 def list_idle_roles(plan: TuningPlan) -> tuple[str, ...]:
@@ -90,10 +90,10 @@ def list_idle_roles(plan: TuningPlan) -> tuple[str, ...]:
     return ("post_projection",) if plan.draft_steps == 1 else ()
 
 
-def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
+def require_codes(origin: CheckpointDirectory, idle: Sequence[str]) -> None:
     """Raise UnsupportedError if a matrix of ``origin`` that is trained, so not in ``idle``, has no codes."""
     tensors = origin.checkpoint.tensors
-    for role in shapes_of(origin.checkpoint.config):
+    for role in list_shapes(origin.checkpoint.config):
         if role.kind == MATRIX and role.name not in (*HEAD_ROLES, *idle) and tensors[role.name].scheme is None:
             raise UnsupportedError(
                 f"{escape(origin.directory)}: {role.name} is in floats, and the mode qat trains the stored integers of "
@@ -103,16 +103,16 @@ def require_codes(origin: ReadDirectory, idle: Sequence[str]) -> None:
             )
 
 
-def plan_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Plan:
+def plan_like(origin: CheckpointDirectory, checkpoint: Checkpoint) -> Plan:
     """Plan ``checkpoint`` in the format and dtype of ``origin``; raise UnsupportedError if that cannot hold it."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
     # Codes that `extra_codes` does not list are stored in place of floats, not beside them.
-    dtype = CODES if coded and CODES in EVERY[origin.layout].dtypes else origin.checkpoint.dtype
+    dtype = CODES if coded and CODES in ALL_FORMATS[origin.layout].dtypes else origin.checkpoint.dtype
     return prepare(checkpoint, origin.layout, WritingPlan(dtype=cast(DtypeName, dtype), codes=bool(origin.extra_codes)))
 
 
-def round_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
+def round_like(origin: CheckpointDirectory, checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` as it would be read back from a directory in the format of ``origin``."""
     stored = plan_like(origin, checkpoint).stored
     rounded = {
@@ -121,7 +121,7 @@ def round_like(origin: ReadDirectory, checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType({**checkpoint.tensors, **rounded}))
 
 
-def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
+def check_writable(origin: CheckpointDirectory, like: Checkpoint, mode: str) -> None:
     """Raise UnsupportedError if the format of ``origin`` cannot hold ``like``, an example of what ``mode`` makes."""
     try:
         stored = plan_like(origin, like).stored.values()
@@ -136,8 +136,8 @@ def check_writable(origin: ReadDirectory, like: Checkpoint, mode: str) -> None:
         )
 
 
-def write_made(
-    origin: ReadDirectory, checkpoint: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]
+def write_result(
+    origin: CheckpointDirectory, checkpoint: Checkpoint, plan: TuningPlan, key: str, about: Mapping[str, Any]
 ) -> None:
     """Write ``checkpoint`` in the format of ``origin`` to the plan's target, with ``about`` as ``key`` of the record.
 
@@ -147,5 +147,5 @@ def write_made(
     planned = plan_like(origin, checkpoint)
     made_from = "tuned_from" if key == "tuning" else "made_from"
     # The origin's proof is of other weights, or another head.
-    record = {**origin_of(origin, planned), "proof": None, key: {**about, made_from: origin.sums}}
+    record = {**describe_origin(origin, planned), "proof": None, key: {**about, made_from: origin.sums}}
     write(planned, plan.target, record, overwrite=plan.overwrite, inputs=plan.inputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from mtp_extract.io.place import PathLike, check_place, files_of
+from mtp_extract.io.place import PathLike, check_place, list_files
 from mtp_extract.options import check_bounds, check_choice, require_that
 
 Mode = Literal["norms", "qat", "float", "ordered", "eagle3"]
@@ -82,7 +82,7 @@ class TuningPlan:
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
         """The files that are read, and must not be overwritten."""
-        return self.directory, *files_of(self.base), self.prompts, self.text
+        return self.directory, *list_files(self.base), self.prompts, self.text
 
     @property
     def recipe(self) -> dict[str, object]:
@@ -92,11 +92,11 @@ class TuningPlan:
 
     def check(self) -> None:
         """Raise MtpExtractError if ``out`` holds other files or cannot be written; called before anything is loaded."""
-        from mtp_extract.pipeline.check import recorded
+        from mtp_extract.pipeline.check import list_recorded_files
 
         # Only the first process writes, and the check locks the place: a second one at the same time would fail.
         if os.environ.get("RANK", "0") == "0":
-            check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=recorded)
+            check_place(self.target, overwrite=self.overwrite, inputs=self.inputs, listed=list_recorded_files)
 
     def _check_places(self) -> None:
         place, work = (Path(os.path.realpath(path)) for path in (self.target, self.kept_in))

@@ -20,7 +20,7 @@ from mtp_extract.drafter.mtp import LITERT, Convention, MtpDrafter
 from mtp_extract.drafter.protocol import BaseOutput, BaseRequirements, RoundStart
 from mtp_extract.evaluation.agreement import Acceptance
 from mtp_extract.evaluation.base_model import free_memory
-from mtp_extract.evaluation.base_texts import groups
+from mtp_extract.evaluation.base_texts import group_by_length
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import LOGITS_AT_ONCE, find_argmax_tokens
@@ -206,11 +206,11 @@ def measure_acceptance(pair: Pair, drafter: Network, texts: Sequence[Text]) -> A
     accelerator = pair.accelerator
     shard = range(accelerator.process_index, len(texts), accelerator.num_processes)
     parts: list[Acceptance] = []
-    for group in groups([len(texts[index].tokens) for index in shard], pair.plan.batch):
+    for group in group_by_length([len(texts[index].tokens) for index in shard], pair.plan.batch):
         rows = [shard[position] for position in group]
         part = _measure_batch(pair, drafter, [texts[row] for row in rows])
         parts.append(replace(part, text=torch.tensor(rows)[part.text]))
-    joined = Acceptance.joined(gather_object(parts))
+    joined = Acceptance.from_parts(gather_object(parts))
     # Each text is in one part, so a stable sort keeps its anchors in order.
     return joined.where(torch.argsort(joined.text, stable=True))
 
@@ -238,7 +238,7 @@ def _measure_batch(pair: Pair, drafter: Network, texts: Sequence[Text]) -> Accep
     along = of_token.cumprod(dim=0)
     stands = torch.cat((torch.ones_like(along[:1]), along[:-1])) * mean
     text = torch.arange(len(texts))[:, None].expand(complete.shape)[complete.cpu()]
-    return Acceptance.over(text, batch.anchors[complete].cpu(), stands.T.contiguous(), along.T.contiguous())
+    return Acceptance.from_stands(text, batch.anchors[complete].cpu(), stands.T.contiguous(), along.T.contiguous())
 
 
 def _compute_acceptance(

@@ -12,13 +12,13 @@ import msgspec
 
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.errors import escape
-from mtp_extract.evaluation.base_model import memory_guard
-from mtp_extract.io.address import public_name
+from mtp_extract.evaluation.base_model import guard_memory
+from mtp_extract.io.address import choose_public_name
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.tuning.corpus import Corpus, gather_texts, split_prompts
 from mtp_extract.tuning.eagle3 import add_untrained_head
 from mtp_extract.tuning.ordered import add_zero_head, list_head_refusals, make_head, remove_ordered_head
-from mtp_extract.tuning.pair import Pair, check_writable, write_made
+from mtp_extract.tuning.pair import Pair, check_writable, write_result
 from mtp_extract.tuning.plan import EAGLE3, ORDERED, TuningPlan
 from mtp_extract.tuning.rounds import measure_acceptance
 from mtp_extract.tuning.train import build_latents, train
@@ -50,7 +50,7 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
 
     # The first of several processes locks the folder for all.
     is_first = pair.accelerator.is_main_process
-    with memory_guard("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
+    with guard_memory("tuning"), lock_folder(plan.kept_in) if is_first else nullcontext():
         corpus = gather_texts(pair, reporter)
         checkpoint, about, comparisons = _make_and_compare(pair, corpus, reporter)
     refused = tuple(
@@ -59,7 +59,7 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     record = {
         **about,
         "recipe": plan.recipe,
-        "base": public_name(plan.base),
+        "base": choose_public_name(plan.base),
         "base_xxh3": pair.base_fingerprint,
         "texts": {split: len(getattr(corpus, split)) for split in ("trained", "watched", "held_out")},
         "text_from": corpus.text_from,
@@ -69,7 +69,7 @@ def run_tuning(plan: TuningPlan, reporter: Reporter = SILENT) -> Outcome:
     }
     directory = plan.target if plan.force or not refused else None
     if directory and is_first:
-        write_made(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
+        write_result(pair.origin, checkpoint, plan, "ordered_head" if plan.mode == ORDERED else "tuning", record)
     pair.accelerator.wait_for_everyone()
     notes = (
         *pair.origin.checkpoint.notes,

@@ -21,11 +21,11 @@ import torch
 from accelerate.utils import gather_object
 
 from mtp_extract.errors import CheckpointError, PairError, ServerError, escape
-from mtp_extract.evaluation.base_texts import continue_prompts, groups, require_context
+from mtp_extract.evaluation.base_texts import continue_prompts, group_by_length, require_context
 from mtp_extract.evaluation.prompts import Messages, Prompt
 from mtp_extract.io.files import read_regular
 from mtp_extract.progress import SILENT, Reporter
-from mtp_extract.serving.client import Server, question
+from mtp_extract.serving.client import Server, build_request
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning.loss import find_argmax_tokens
@@ -75,7 +75,7 @@ class Writer:
         self.pair.say(f"continuing {len(prompts)} {what} with {writer} at temperature {self.temperature:g}")
         require_context(self.pair.base, prompts, self.new_tokens)
         distinct = list(dict.fromkeys(prompts))
-        grouped = groups([len(prompt) for prompt in distinct], self.pair.plan.batch)
+        grouped = group_by_length([len(prompt) for prompt in distinct], self.pair.plan.batch)
         written = self._read_or_write([[distinct[index] for index in group] for group in grouped], reporter)
         return [Text((*prompt, *written[prompt]), len(prompt)) for prompt in prompts]
 
@@ -100,7 +100,7 @@ class Writer:
                     size += file.write(msgspec.json.Encoder().encode_lines(lines))
             stored.update({line.name: line.tokens for line in lines})
             done += sum(len(batch) for _, batch in step_batches)
-            reporter.done(f"text {done} of {prompts}", done, prompts)
+            reporter.report_progress(f"text {done} of {prompts}", done, prompts)
         return dict(chain.from_iterable(zip(batch, stored[name], strict=True) for name, batch in named))
 
     def _continue_batch(self, prompts: Sequence[PromptTokens]) -> list[PromptTokens]:
@@ -130,11 +130,11 @@ class Writer:
         for prompt in prompts:
             seed = compute_stable_hash([self._seed, prompt]) >> 20
             options = {"temperature": self.temperature, "seed": seed, **server.kind.ids}
-            questions.append(question(self.contents[prompt], self.new_tokens, chat_template, **options))
+            questions.append(build_request(self.contents[prompt], self.new_tokens, chat_template, **options))
 
         answers: list[PromptTokens] = []
         for answer in server.ask(questions, len(questions)):
-            tokens = answer.token_ids or (() if answer.reasoning else self.pair.codec.continued(answer.text))
+            tokens = answer.token_ids or (() if answer.reasoning else self.pair.codec.encode_continuation(answer.text))
             highest = max(tokens, default=0)
             if highest >= vocab_size:
                 raise PairError(
@@ -192,7 +192,7 @@ def encode_human_texts(item: Prompt, writer: Writer) -> list[Text]:
     codec = writer.pair.codec
     if item.completion is not None:
         prompt = codec.encode(item.content, chat_template=writer.pair.plan.chat_template)
-        return [Text((*prompt, *codec.continued(item.completion)), len(prompt))]
+        return [Text((*prompt, *codec.encode_continuation(item.completion)), len(prompt))]
     if not isinstance(item.content, str):
         raise PairError(
             "expected texts by people, or messages that end in an answer, found messages without one, "

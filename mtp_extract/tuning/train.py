@@ -109,7 +109,7 @@ def train(pair: Pair, corpus: Corpus, latents: Latents, reporter: Reporter) -> T
         if progress.done % steps_between == 0 or progress.done == steps:
             run.evaluate()
             run.save()
-        reporter.done(f"step {progress.done} of {steps}, loss {loss:.3f}", progress.done, steps)
+        reporter.report_progress(f"step {progress.done} of {steps}, loss {loss:.3f}", progress.done, steps)
         # If any process is to stop, all must leave the loop together.
         if progress.done < steps and any(gather_object([reporter.is_stopped()])):
             run.save()
@@ -221,7 +221,7 @@ def _build_training_rows(pair: Pair, batch: Batch, weight: float) -> tuple[Train
     positions = find_target_positions(batch, plan.draft_steps)
     ce_counts = mark_counted_drafts(batch, plan.draft_steps, greedy=plan.temperature == 0)
     # A head may have its own smaller vocabulary; a token that it cannot draft ends the round.
-    choices = drafter.rows(batch.choices.flatten())
+    choices = drafter.find_rows(batch.choices.flatten())
     ce_counts = ce_counts & (choices[positions] >= 0).int().cumprod(0).bool()
     cap = getattr(drafter.config, "final_logit_softcap", None)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtp_extract.errors import escape
 from mtp_extract.evaluation.agreement import Acceptance, Change, Saving, compare_acceptance, compare_rounds
-from mtp_extract.evaluation.intervals import undecided
+from mtp_extract.evaluation.intervals import explain_undecided
 from mtp_extract.tuning.corpus import Corpus, was_trained_on
 
 _MOST_LOST = 0.05  # teacher-forced tokens per round, where drafts continue tokens that no training text has
@@ -115,7 +115,9 @@ class Comparisons(msgspec.Struct, frozen=True):
         interval = overall.rounds.interval
         if interval is None or interval.low <= 1:
             rounds = f"{overall.before.rounds:.0f} before, {overall.after.rounds:.0f} after"
-            bounds = f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else undecided(overall.texts)
+            bounds = (
+                f"{interval.low:.3f} to {interval.high:.3f} at 95 %" if interval else explain_undecided(overall.texts)
+            )
             change = describe_change(overall.change)
             figures = f"{rounds}: ratio {overall.rounds.ratio:.3f}, {bounds}; teacher-forced {change}"
             yield f"it is not shown to take fewer rounds on held-out text ({figures})"
@@ -156,5 +158,5 @@ def number_units(corpus: Corpus) -> Tensor:
 def describe_change(change: Change) -> str:
     """Format ``change`` with its interval, or with the reason why it has none."""
     interval = change.interval
-    bounds = f"{interval.low:+.3f} to {interval.high:+.3f} at 95 %" if interval else undecided(change.texts)
+    bounds = f"{interval.low:+.3f} to {interval.high:+.3f} at 95 %" if interval else explain_undecided(change.texts)
     return f"{change.mean:+.3f}, {bounds}"

@@ -12,15 +12,15 @@ from typing import Literal
 
 import torch
 
-from mtp_extract.architecture import architecture_of
+from mtp_extract.architecture import find_architecture
 from mtp_extract.drafter.mtp import LITERT, Convention, FaultyDrafter, MtpDrafter, MtpState
 from mtp_extract.drafter.network import DrafterNetwork
 from mtp_extract.drafter.protocol import RoundStart
 from mtp_extract.evaluation.agreement import (
     DraftRequest,
+    build_figure,
     estimate_difference,
     estimate_share,
-    figure,
     measure_agreements,
 )
 from mtp_extract.evaluation.base_texts import Continuations
@@ -47,7 +47,7 @@ class Control:
     every_step: Callable[[MtpState], MtpState] = lambda state: state
     convention: Convention = LITERT
 
-    def broken(self, changed: MtpDrafter, convention: Convention | None = None) -> FaultyDrafter:
+    def build_faulty(self, changed: MtpDrafter, convention: Convention | None = None) -> FaultyDrafter:
         """Wrap the ``changed`` drafter to feed it this control's inputs, by ``convention`` instead of its own."""
         return FaultyDrafter(changed, convention or self.convention, self.change, self.every_step)
 
@@ -81,7 +81,7 @@ def _rotate_fully(drafter: MtpDrafter) -> MtpDrafter | None:
     config = drafter.config
     partial = [kind for kind, layer in config.kv_layers.items() if layer.rope.partial_rotary_factor < 1]
     for kind in partial:
-        config = config.with_rope(kind, partial_rotary_factor=1.0)
+        config = config.replace_rope(kind, partial_rotary_factor=1.0)
     return drafter.with_config(config) if partial else None
 
 
@@ -151,12 +151,12 @@ def draft_together(
     """
     real = requests[0][0]
     broken: dict[Control, DraftRequest] = {}
-    controls = architecture_of(real.config).controls() if isinstance(real, DrafterNetwork) else ()
+    controls = find_architecture(real.config).import_controls() if isinstance(real, DrafterNetwork) else ()
     for control in controls:
         changed = control.drafter(real)
         # K and V of another text need a batch of two.
         if changed is not None and (control.change != _use_other_text or min(batch, len(written.usable)) > 1):
-            broken[control] = control.broken(changed), 1, False
+            broken[control] = control.build_faulty(changed), 1, False
     agreements = measure_agreements(base, [*requests, *broken.values()], written, batch=batch, reporter=reporter)
     controls = [
         compare_with_control(control, agreements[0], agreement)
@@ -178,7 +178,7 @@ def compare_with_control(control: Control, real: Agreement, broken: Agreement) -
         what=control.what,
         suspect=control.suspect,
         top1=estimate_share(text, broken_hits),
-        difference=figure(float((real_hits - broken_hits).mean()), len(text), interval),
+        difference=build_figure(float((real_hits - broken_hits).mean()), len(text), interval),
         standing=_judge_standing(interval, changed=changed),
     )
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError, escape
 from mtp_extract.evaluation.extras import explain_import_failure
@@ -75,7 +75,7 @@ class Parity:
         return in_floats and self.as_it_is.correlation >= LEAST_CORRELATION
 
 
-def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int = 0) -> Parity:
+def measure_parity(drafter: MtpDrafter, source: BundledDrafter, samples: int, seed: int = 0) -> Parity:
     """Compare ``drafter``, float32 on the CPU, with the interpreter on ``samples`` random steps.
 
     Raise UnsupportedError if the interpreter cannot run: see :func:`run_interpreter`.
@@ -98,13 +98,13 @@ def measure_parity(drafter: MtpDrafter, source: Shard, samples: int, seed: int =
     )
 
 
-def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Check:
+def check_interpreter(drafter: MtpDrafter, source: BundledDrafter, *, samples: int) -> Check:
     """Check ``drafter`` by :func:`measure_parity`.
 
     The check stays open if the interpreter cannot run the file, or fails with the sample's drafter, too.
     """
 
-    def examine(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool | None, str]:
+    def examine(directory: Path, drafter: MtpDrafter, source: BundledDrafter) -> tuple[bool | None, str]:
         try:
             parity = measure_parity(drafter, source, samples)
         except UnsupportedError as error:
@@ -121,7 +121,7 @@ def check_interpreter(drafter: MtpDrafter, source: Shard, *, samples: int) -> Ch
     return run_check("interpreter", "Google's interpreter computes the same", examine, Path(), drafter, source)
 
 
-def run_interpreter(source: Shard, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
+def run_interpreter(source: BundledDrafter, steps: Iterable[GraphInputs], *, floats: bool) -> list[Outputs]:
     """Run the section on each of ``steps`` in Google's interpreter, in ``floats`` or as it is.
 
     Raise UnsupportedError if the interpreter is not installed or cannot run the section.
@@ -151,12 +151,12 @@ def run_interpreter(source: Shard, steps: Iterable[GraphInputs], *, floats: bool
         raise UnsupportedError(f"{name}: Google's interpreter cannot run the drafter: {escape(error)}.") from error
 
 
-def needs_reference_kernels(source: Shard) -> bool:
+def needs_reference_kernels(source: BundledDrafter) -> bool:
     """Whether the caches are so long that XNNPACK would take gigabytes to run the section as it is."""
     return find_longest_cache(source) > XNNPACK_SLOTS
 
 
-def _build_section(source: Shard, *, floats: bool) -> bytes:
+def _build_section(source: BundledDrafter, *, floats: bool) -> bytes:
     """Return the section in floats or, if not ``floats``, as it is but for weights that the kernels would misread."""
     if floats:
         return convert_to_floats(source.model)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mtp_extract.evaluation.agreement import Workload
 from mtp_extract.evaluation.intervals import LEAST_TEXTS
-from mtp_extract.io.place import InputPaths, staged
+from mtp_extract.io.place import InputPaths, stage_output
 from mtp_extract.io.typed import Figure
 from mtp_extract.report import figures
 from mtp_extract.report.files import PAGE_FILE, PAIR, REPORT, REPORT_LISTED
 from mtp_extract.report.numbers import format_mean, format_number, format_rate
-from mtp_extract.report.page import Page, ReportTable, as_html, as_json
+from mtp_extract.report.page import Page, ReportTable, encode_json, render_html
 from mtp_extract.validation.result import (
     DrafterFigures,
     RunFacts,
@@ -39,14 +39,14 @@ def write_validation(validation: Validation, target: Path, *, overwrite: bool = 
 
     Raise OutputError if they cannot be written, or if that would replace one of ``inputs``.
     """
-    with staged(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
+    with stage_output(target, overwrite=overwrite, inputs=inputs, listed=REPORT_LISTED) as stage:
         if validation.pair is not None:
-            (stage / PAIR).write_bytes(as_json(validation.pair))
-        (stage / REPORT).write_bytes(as_json(validation))
-        (stage / PAGE_FILE).write_text(as_html(page_of(validation)), encoding="utf-8")
+            (stage / PAIR).write_bytes(encode_json(validation.pair))
+        (stage / REPORT).write_bytes(encode_json(validation))
+        (stage / PAGE_FILE).write_text(render_html(build_page(validation)), encoding="utf-8")
 
 
-def page_of(validation: Validation) -> Page:
+def build_page(validation: Validation) -> Page:
     """Build the page of ``validation``."""
     about = list[str]()
     if base := validation.base:
@@ -81,16 +81,16 @@ def build_tables(validation: Validation) -> Iterator[ReportTable]:
     """Yield the tables in reading order."""
     if validation.drafters:
         if validation.drafters[0].worth:
-            yield worth(validation)
-        yield steps(validation.drafters)
+            yield build_worth_table(validation)
+        yield build_steps_table(validation.drafters)
         yield _build_workload_table(validation.drafters)
     if validation.checks:
-        yield checks(validation)
+        yield build_checks_table(validation)
     if validation.controls:
         yield build_controls_table(validation)
 
 
-def worth(validation: Validation) -> ReportTable:
+def build_worth_table(validation: Validation) -> ReportTable:
     """Build the table of all chains and trees of all drafters: tokens per round, speedup, same text."""
     base = validation.base
     first, *others = validation.drafters
@@ -119,11 +119,11 @@ def worth(validation: Validation) -> ReportTable:
             f"{format_number(base.tokens_per_s, '.1f')} tokens per second, {format_number(base.forward_ms, '.2f')} ms "
             f"per forward. A chain drafts each token after the one before; the drafts of a tree branch. {_BRACKETS}"
         ),
-        picture=partial(figures.bars, lengths, _ROUND, strong=best),
+        picture=partial(figures.draw_bars, lengths, _ROUND, strong=best),
     )
 
 
-def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
+def build_steps_table(drafters: Sequence[DrafterFigures]) -> ReportTable:
     """Build the table of acceptance by draft step."""
     first, *others = drafters
     by_step = first.agreement.steps
@@ -150,7 +150,7 @@ def steps(drafters: Sequence[DrafterFigures]) -> ReportTable:
             f"token is among the drafter's five likeliest. {_BRACKETS}"
         ),
         picture=partial(
-            figures.lines, {name: points for name, points in lines.items() if points}, "share of drafts (%)"
+            figures.draw_lines, {name: points for name, points in lines.items() if points}, "share of drafts (%)"
         ),
     )
 
@@ -176,7 +176,9 @@ def _build_workload_table(drafters: Sequence[DrafterFigures]) -> ReportTable:
             "others ended, more often at a token that is hard to draft, and yield fewer."
             + (" Differences are text by text, each with its own interval." if others else "")
         ),
-        picture=partial(figures.bars, {drafter.name: _list_forced_points(drafter) for drafter in drafters}, _FORCED),
+        picture=partial(
+            figures.draw_bars, {drafter.name: _list_forced_points(drafter) for drafter in drafters}, _FORCED
+        ),
     )
 
 
@@ -189,7 +191,7 @@ def _list_forced_points(drafter: DrafterFigures) -> dict[str, figures.Point]:
     return {name: _to_point(length) for name, length in forced.items() if length.value is not None}
 
 
-def checks(validation: Validation) -> ReportTable:
+def build_checks_table(validation: Validation) -> ReportTable:
     """Build the table of checks against the bundle."""
     answers = {True: "passed", False: "refuted", None: "not checked"}
     return ReportTable(
@@ -221,7 +223,7 @@ def build_controls_table(validation: Validation) -> ReportTable:
             "in 95 % of measurements. Controls that would change nothing of this drafter are left out."
         ),
         picture=partial(
-            figures.bars, {"": points}, "top-1 of the first draft (%)", form=".1f", strong="the real drafter"
+            figures.draw_bars, {"": points}, "top-1 of the first draft (%)", form=".1f", strong="the real drafter"
         ),
         folded=True,
     )

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from packaging.specifiers import SpecifierSet
 
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig
-from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.bundle import BundledDrafter, open_bundle
 from mtp_extract.data import sample_bundle
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.protocol import KV, BaseOutput, RoundStart
 from mtp_extract.errors import escape
 from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES, explain_import_failure, quiet_transformers
-from mtp_extract.formats import format_of
+from mtp_extract.formats import detect_format
 from mtp_extract.graph.drafter import ACTIVATIONS
 from mtp_extract.graph.flat import INPUT_POS, MASK, MASK_LOCAL, PARAM_TENSOR
 from mtp_extract.graph.forms import CacheAxes
@@ -58,7 +58,7 @@ _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 GraphInputs = Mapping[str, NDArray[Any]]
 Outputs = tuple[Floats, Floats]  # logits [vocabulary] and projected state [base width] of one step
 # (directory, its drafter in float32, the file's drafter) → whether both agree (None: unknown), and the evidence.
-Examination = Callable[[Path, MtpDrafter, Shard], tuple[bool | None, str]]
+Examination = Callable[[Path, MtpDrafter, BundledDrafter], tuple[bool | None, str]]
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class OutputDifference:
         return max(self.logits, self.state)
 
 
-def list_cache_inputs(source: Shard) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
+def list_cache_inputs(source: BundledDrafter) -> dict[str, tuple[tuple[str, CacheAxes], tuple[str, CacheAxes]]]:
     """Return, by layer type, the input names of K and V, each with its axes of heads, slots and dimensions."""
     axes: dict[str, CacheAxes] = {}
-    for layer in source.walk.layers:
+    for layer in source.structure.layers:
         axes |= {layer.key: layer.attention.scores.axes, layer.value: layer.attention.axes}
     caches = {}
     for kind, (key, value) in source.kv.items():
@@ -100,14 +100,14 @@ def view_by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
     return view
 
 
-def draw_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
+def draw_inputs(source: BundledDrafter, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
     """Draw ``count`` random steps at positions from 1 to the end of the caches.
 
     With ``quiet`` each step at one of the :data:`FIRST_POSITIONS` is repeated with a thousandth of its activations,
     which shows the epsilons of norms.
     """
     random = np.random.default_rng(seed)
-    first = next(role.input for role in source.walk.roles if role.role == "pre_projection")
+    first = next(role.input for role in source.structure.roles if role.role == "pre_projection")
     unit = first.scale * np.iinfo(first.type).max * _SHARE_OF_RANGE if first else 1.0
     shape = (1, 1, 2 * source.config.backbone_hidden_size)
     for position in choose_positions(source, count):
@@ -122,7 +122,7 @@ def draw_inputs(source: Shard, count: int, seed: int = 0, *, quiet: bool = False
             yield {**inputs, ACTIVATIONS: activations * _QUIET}
 
 
-def _build_position_inputs(source: Shard, position: int) -> dict[str, NDArray[Any]]:
+def _build_position_inputs(source: BundledDrafter, position: int) -> dict[str, NDArray[Any]]:
     """Return the inputs of a step that depend on its position alone: position, masks, and parameters."""
     end = find_longest_cache(source)
     slots = np.arange(end)
@@ -138,29 +138,31 @@ def _build_position_inputs(source: Shard, position: int) -> dict[str, NDArray[An
     }
 
 
-def _draw_caches(source: Shard, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
+def _draw_caches(source: BundledDrafter, position: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """Draw K and V of every layer type, by input name: random up to ``position``, zeros after it."""
     contents: dict[str, NDArray[Any]] = {}
     for kind, (keys, values) in list_cache_inputs(source).items():
         key_spread = _KEY_SPREAD / source.config.kv_layers[kind].head_dim ** 0.5
         for (name, axes), spread in ((keys, key_spread), (values, 1.0)):
-            tensor = source.walk.caches[name]
+            tensor = source.structure.caches[name]
             contents[name] = np.zeros(tensor.shape, np.float32)
             visible = view_by_slot(contents[name], axes)[:, :, : position + 1]
             visible[:] = _draw_cache(random, visible.shape, tensor, spread)
     return contents
 
 
-def choose_positions(source: Shard, count: int, *, quiet: bool = False) -> list[int]:
+def choose_positions(source: BundledDrafter, count: int, *, quiet: bool = False) -> list[int]:
     """Return the positions of :func:`draw_inputs`; with ``quiet``, those below :data:`FIRST_POSITIONS` twice."""
     last = min(find_longest_cache(source), _LONGEST) - 1
     positions: list[int] = np.geomspace(1, last, count).round().astype(int).tolist()
     return sorted(positions + [position for position in positions if quiet and position < FIRST_POSITIONS])
 
 
-def find_longest_cache(source: Shard) -> int:
+def find_longest_cache(source: BundledDrafter) -> int:
     """Return the number of slots of the longest cache."""
-    return max(source.walk.caches[key].shape[slots] for (key, (_, slots, _)), _ in list_cache_inputs(source).values())
+    return max(
+        source.structure.caches[key].shape[slots] for (key, (_, slots, _)), _ in list_cache_inputs(source).values()
+    )
 
 
 def compute_allowed_difference(terms: int, position: int) -> float:
@@ -192,7 +194,7 @@ def _draw_cache(
     return np.clip(codes, packing.lowest - zero_point, packing.highest - zero_point) * scale
 
 
-def read_visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
+def read_visible_slots(source: BundledDrafter, inputs: GraphInputs) -> dict[str, KV]:
     """Return, by layer type, K and V up to the step's position, each [1, KV heads, position + 1, head_dim]."""
     slots = int(inputs[INPUT_POS][0]) + 1
 
@@ -203,7 +205,7 @@ def read_visible_slots(source: Shard, inputs: GraphInputs) -> dict[str, KV]:
 
 
 @torch.inference_mode()
-def run_reference(drafter: MtpDrafter, source: Shard, inputs: GraphInputs) -> Outputs:
+def run_reference(drafter: MtpDrafter, source: BundledDrafter, inputs: GraphInputs) -> Outputs:
     """Run ``drafter``, float32 on the CPU, on ``inputs``."""
     position = torch.from_numpy(inputs[INPUT_POS])[None].long()
     embedding, hidden = torch.from_numpy(inputs[ACTIVATIONS]).chunk(2, dim=-1)
@@ -234,14 +236,16 @@ def _compute_mean_correlation(pairs: Iterable[tuple[Floats, NDArray[np.float64]]
     return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs]))
 
 
-def run_check(name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
+def run_check(
+    name: str, what: str, examine: Examination, directory: Path, drafter: MtpDrafter, source: BundledDrafter
+) -> Check:
     """Run ``examine`` as the check ``name``; it stays open if ``examine`` fails with the sample's drafter, too."""
     passed, evidence = examine(directory, drafter, source)
     if passed is False:
         with tempfile.TemporaryDirectory() as folder, open_bundle(sample_bundle()) as opened:
             sample = Path(folder) / "sample"
             extract_drafter(sample_bundle(), sample, WritingPlan(dtype="f32"))
-            sample_passed, _ = examine(sample, load_drafter(sample), opened.drafter())
+            sample_passed, _ = examine(sample, load_drafter(sample), opened.read_drafter())
         if not sample_passed:
             passed = None
             evidence = f"it fails with a drafter that is known to be right, too: {evidence}"
@@ -251,14 +255,14 @@ def run_check(name: str, what: str, examine: Examination, directory: Path, draft
 # transformers
 
 
-def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> Check:
+def check_transformers(directory: Path, drafter: MtpDrafter, source: BundledDrafter) -> Check:
     """Load ``directory`` with transformers and compare it with ``drafter``, float32, on random inputs.
 
     The check stays open if transformers cannot be imported, if it fails with the sample's drafter, too, or if it fails
     and is not a supported release. ``source``, the file's drafter, has the signature of the inputs.
     """
     what = "transformers loads it strictly, and computes what the reference does"
-    if format_of(directory).name != "transformers":
+    if detect_format(directory).name != "transformers":
         return Check("transformers", what, None, "this is asked of the transformers format only")
     if why := explain_import_failure("transformers", "Gemma4AssistantForCausalLM"):
         return Check("transformers", what, None, f"transformers: {why}; {TRANSFORMERS_RELEASES} works")
@@ -272,7 +276,7 @@ def check_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> C
     return check
 
 
-def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Shard) -> tuple[bool, str]:
+def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: BundledDrafter) -> tuple[bool, str]:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -296,7 +300,7 @@ def _compare_with_transformers(directory: Path, drafter: MtpDrafter, source: Sha
 
 
 @torch.inference_mode()
-def _run_transformers_step(model: Any, source: Shard, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
+def _run_transformers_step(model: Any, source: BundledDrafter, config: DrafterConfig, inputs: GraphInputs) -> Outputs:
     # The caches hold only the slots that the query may see, so no mask has to hide any.
     kv = {
         kind: tuple(part[:, :, -(config.kv_layers[kind].sliding_window or part.shape[2]) :] for part in pair)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtp_extract.io.place import PathLike, files_of
+from mtp_extract.io.place import PathLike, list_files
 from mtp_extract.options import check_bounds, require_that
 from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree
 
@@ -70,7 +70,7 @@ class ValidationPlan:
     @property
     def inputs(self) -> tuple[PathLike | None, ...]:
         """Files and directories that are read, which a report may not replace."""
-        return self.directory, self.beside, self.source, self.prompts, *files_of(self.base)
+        return self.directory, self.beside, self.source, self.prompts, *list_files(self.base)
 
     @property
     def drafts_by_name(self) -> Mapping[str, DraftTree | AdaptiveDrafts]:

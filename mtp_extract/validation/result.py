@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from msgspec import field
 
-from mtp_extract.errors import several
+from mtp_extract.errors import format_count
 from mtp_extract.evaluation.agreement import Change, Workload
-from mtp_extract.evaluation.intervals import undecided
+from mtp_extract.evaluation.intervals import explain_undecided
 from mtp_extract.io.typed import Count, Record, Tool
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.identity import NEEDED
-from mtp_extract.report.card import MEASURED, NAMED, PROVEN, verdict_word
+from mtp_extract.report.card import MEASURED, NAMED, PROVEN, describe_verdict
 from mtp_extract.report.numbers import format_number, format_rate
 from mtp_extract.report.page import Headline
 from mtp_extract.validation.controls import ControlResult
@@ -24,7 +24,7 @@ from mtp_extract.validation.plan import ADAPTIVE
 from mtp_extract.validation.worth import Worth, choose_best_chain
 
 _IDENTITY = {
-    PROVEN: f"{verdict_word(PROVEN)}: its weights, settings and outputs are those of the file.",
+    PROVEN: f"{describe_verdict(PROVEN)}: its weights, settings and outputs are those of the file.",
     MEASURED: "Its weights are those of the file, and its outputs for the inputs that were tried.",
     NAMED: "Its weights are those of the file; its outputs were not compared.",
 }
@@ -141,7 +141,7 @@ def _explain_verdict(validation: Validation) -> str:
         open_function = next(check.evidence for check in validation.checks if check.name == "function")
         if validation.evidence == NAMED:
             return f"the weights are those of {source}; {open_function}"
-        inputs = several(validation.inputs or 0, "input")
+        inputs = format_count(validation.inputs or 0, "input")
         return f"Google's interpreter computes the same of {source} for {inputs}; {open_function}"
     if validation.checks:
         return f"that this is the drafter of {source} (not checked: {', '.join(_list_check_names(validation, None))})"
@@ -172,7 +172,7 @@ def _list_chain_headlines(base: BaseFacts, chain: str, worth: Worth) -> Iterator
     yield Headline("Tokens per round", length, f"{chain}; {interval}", _MEANS["Tokens per round"])
 
     speedup = format_number(worth.measured_speedup, ".2f", unit="×")
-    timed = f"{several(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
+    timed = f"{format_count(base.timed, 'text')}, one at a time, on {', '.join(base.devices)}; no interval"
     yield Headline("Speedup", speedup, f"{chain}; {timed}", _MEANS["Speedup"])
 
 
@@ -184,7 +184,7 @@ def _build_identity_headline(validation: Validation) -> Headline:
             counted += f", {word}: {', '.join(names)}"
     return Headline(
         "Verdict",
-        verdict_word(PROVEN if validation.verified else validation.evidence, is_refuted=validation.refuted),
+        describe_verdict(PROVEN if validation.verified else validation.evidence, is_refuted=validation.refuted),
         counted if validation.checks else "compared with no file",
         _IDENTITY.get(validation.evidence or "", _IDENTITY[PROVEN]),
         "bad" if validation.refuted else "good" if validation.verified else "",
@@ -213,11 +213,11 @@ def describe_findings(validation: Validation) -> Iterator[str]:
     """Yield what the headlines leave out, in sentences: the first draft, the other drafter, and the controls."""
     for drafter in validation.drafters[:1]:
         top1 = drafter.agreement.steps[0].top1
-        few = "" if top1.ci95 else f" ({undecided(drafter.agreement.texts)})"
+        few = "" if top1.ci95 else f" ({explain_undecided(drafter.agreement.texts)})"
         yield f"Its first draft is the base's own token at {format_rate(top1)} % of {top1.n} positions{few}"
     for compared in validation.drafters[1:]:
         change = compared.change
-        few = "" if change.interval else f" ({undecided(change.texts)})"
+        few = "" if change.interval else f" ({explain_undecided(change.texts)})"
         difference = format_change(change)
         yield f"Beside it, in teacher-forced tokens per round on the same texts: {compared.name} {difference}{few}"
     if validation.controls:
@@ -226,7 +226,7 @@ def describe_findings(validation: Validation) -> Iterator[str]:
 
 def _describe_controls(controls: Sequence[ControlResult], texts: int) -> str:
     if all(control.difference.ci95 is None for control in controls):
-        return f"What the controls say is {undecided(texts)}"
+        return f"What the controls say is {explain_undecided(texts)}"
     above = [control for control in controls if control.standing == "above"]
     if above:
         leading = min(above, key=lambda control: control.difference.value or 0.0)

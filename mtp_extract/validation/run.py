@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from mtp_extract._version import __version__
-from mtp_extract.architecture import architecture_of
-from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.architecture import find_architecture
+from mtp_extract.bundle import BundledDrafter, open_bundle
 from mtp_extract.data import sample_bundle
-from mtp_extract.drafter.load import Network, load_any, load_drafter
+from mtp_extract.drafter.load import Network, load_any_drafter, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import PairError, escape
 from mtp_extract.evaluation.agreement import (
@@ -31,15 +31,15 @@ from mtp_extract.evaluation.agreement import (
     nan_to_none,
     summarize_agreement,
 )
-from mtp_extract.evaluation.base_model import LoadedBase, load_base, memory_guard
+from mtp_extract.evaluation.base_model import LoadedBase, guard_memory, load_base
 from mtp_extract.evaluation.base_texts import Continuations, write_texts
 from mtp_extract.evaluation.prompts import hash_prompts, read_prompts
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.io.address import public_name
+from mtp_extract.io.address import choose_public_name
 from mtp_extract.io.typed import Tool
 from mtp_extract.pipeline.check import read_record
-from mtp_extract.pipeline.extraction import checkpoint_of, extract_drafter
-from mtp_extract.pipeline.identity import check_identity, drafter_for
+from mtp_extract.pipeline.extraction import build_checkpoint, extract_drafter
+from mtp_extract.pipeline.identity import check_identity, read_drafter_for
 from mtp_extract.pipeline.plan import WritingPlan
 from mtp_extract.progress import SILENT, Reporter
 from mtp_extract.speculate.drafts import Drafts, DraftTree
@@ -69,7 +69,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         directory = plan.directory
-        name = _SAMPLE if directory is None else public_name(str(directory))
+        name = _SAMPLE if directory is None else choose_public_name(str(directory))
         if directory is None:
             reporter.say("extracting the sample")
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sample-mtp-drafter"
@@ -84,7 +84,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
             reporter.say("deriving every tensor from the file again, and reading its graph")
             opened = stack.enter_context(open_bundle(plan.source))
             opened.prefetch()
-            source = drafter_for(opened, checkpoint.mtp)
+            source = read_drafter_for(opened, checkpoint.mtp)
             validation.checks = check_identity(directory, source)
             if any(check.passed is False for check in validation.checks):
                 # A refuted checkpoint may hold numbers that no program can run.
@@ -99,7 +99,7 @@ def run_validation(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validat
         except BaseException:
             if validation.checks or validation.drafters:
                 validation.notes.append("It ended early: what is missing was not measured.")
-                reporter.measured(conclude(validation))
+                reporter.report_result(conclude(validation))
             raise
         return conclude(validation)
 
@@ -149,7 +149,7 @@ def _measure(plan: ValidationPlan, base: str, directory: Path, validation: Valid
         "draft_steps": sorted(set(plan.draft_steps)),
         "trees": list(plan.drafts_by_name),
     }
-    with memory_guard("running the base"):
+    with guard_memory("running the base"):
         written = write_texts(
             pair.base, pair.codec, prompts, **sizes, chat_template=plan.chat_template, reporter=reporter
         )
@@ -174,14 +174,14 @@ def _load_contenders(
     directories = {name: directory}
     if plan.beside is not None:
         read_checkpoint(plan.beside)
-        beside = public_name(str(plan.beside))
+        beside = choose_public_name(str(plan.beside))
         directories[beside if beside != name else f"{beside} (2)"] = plan.beside
     reporter.say(f"loading the base {base}")
     loaded = load_base(base, plan.device)
     contenders = []
-    with memory_guard("loading the drafters"):
+    with guard_memory("loading the drafters"):
         for drafter_name, folder in directories.items():
-            drafter = load_any(folder, dtype=loaded.drafter_dtype, device=loaded.device)
+            drafter = load_any_drafter(folder, dtype=loaded.drafter_dtype, device=loaded.device)
             tuning = read_record(folder).get("tuning")
             try:
                 pair = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
@@ -206,7 +206,7 @@ def _measure_drafts(
     pair = contenders[0].pair
     alone = generate_with_base_alone(pair, written, new_tokens=plan.new_tokens, timed=plan.timed)
     validation.base = BaseFacts(
-        name="the sample's base" if contenders[0].name == _SAMPLE else public_name(loaded.name),
+        name="the sample's base" if contenders[0].name == _SAMPLE else choose_public_name(loaded.name),
         dtype=loaded.dtype,
         devices=list(loaded.devices),
         chat_template=plan.chat_template and pair.codec.has_template,
@@ -263,10 +263,10 @@ def _summarize_contender(
 
 
 def _compare_with_other_programs(
-    plan: ValidationPlan, directory: Path, source: Shard, validation: Validation, reporter: Reporter
+    plan: ValidationPlan, directory: Path, source: BundledDrafter, validation: Validation, reporter: Reporter
 ) -> None:
-    with memory_guard("comparing with other programs"):
-        drafter = load_any(directory, dtype=torch.float32)
+    with guard_memory("comparing with other programs"):
+        drafter = load_any_drafter(directory, dtype=torch.float32)
         if not isinstance(drafter, MtpDrafter):
             return
         if drafter.config.backbone_hidden_size <= _SINGLE_THREAD_WIDTH:
@@ -275,7 +275,7 @@ def _compare_with_other_programs(
         loaded = check_transformers(directory, drafter, source)
         reporter.say("running the drafter section in Google's interpreter")
         # The interpreter is compared with the file's own weights; identity has compared the directory's with them.
-        checkpoint = replace(checkpoint_of(source).whole(), config=drafter.config)
+        checkpoint = replace(build_checkpoint(source).complete(), config=drafter.config)
         drafter = load_drafter(checkpoint, dtype=torch.float32)
         interpreted = check_interpreter(drafter, source, samples=plan.samples)
         validation.checks += (loaded, interpreted)
@@ -296,7 +296,7 @@ def describe_pair(pair: SpeculativeGenerator, validation: Validation, positions:
     worth = validation.drafters[0].worth
     assert isinstance(drafter, Network) and facts
     fed = 1 + max(drafted.drafts for drafted in worth.values() if not drafted.tree)
-    role = architecture_of(drafter.config).pair_role
+    role = find_architecture(drafter.config).pair_role
     return {
         "version": 2,
         "model": "gemma4_speculative_pair",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from statistics import fmean
 
-from mtp_extract.evaluation.agreement import figure, nan_to_none
+from mtp_extract.evaluation.agreement import build_figure, nan_to_none
 from mtp_extract.evaluation.base_texts import Continuations
-from mtp_extract.evaluation.intervals import over_texts, share_bounds
+from mtp_extract.evaluation.intervals import bound_share, compute_interval
 from mtp_extract.io.typed import Count, Figure, Positive, Record
 from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, build_deepest_tree
@@ -186,7 +186,7 @@ def _summarize_worth(
     rounds = list(chain.from_iterable(walks))
     by_text = [sum(accepted for _, accepted in walk) for walk in walks]
     # Accepted drafts over the depth are a share, of which there is an interval.
-    interval = over_texts(share_bounds, [accepted / tree.depth for accepted in by_text], list(map(len, walks)))
+    interval = compute_interval(bound_share, [accepted / tree.depth for accepted in by_text], list(map(len, walks)))
     tokens_per_round = 1 + sum(by_text) / len(rounds)
     # speedup = (tokens per round / time of a round) / (1 token / time of a forward of the base alone)
     predicted = tokens_per_round * alone.verify_ms / (timed.verify_ms + timed.draft_ms)
@@ -197,7 +197,7 @@ def _summarize_worth(
         rounds=len(rounds),
         drafted=sum(drafted for drafted, _ in rounds),
         accepted=sum(by_text),
-        tokens_per_round=figure(tokens_per_round, len(rounds), interval and interval.scaled(tree.depth, 1.0)),
+        tokens_per_round=build_figure(tokens_per_round, len(rounds), interval and interval.rescale(tree.depth, 1.0)),
         same_text=sum(generation.tokens == alone.texts[row].tokens for row, generation in timed.texts.items()),
         tokens_per_s=nan_to_none(timed.tokens_per_s),
         verify_ms=nan_to_none(timed.verify_ms),

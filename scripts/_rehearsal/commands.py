@@ -46,7 +46,7 @@ class Command:
 
 def write_prompts(root: Path) -> None:
     """Write the prompts of validations, and the fewest that tunings take."""
-    from mtp_extract.tuning.corpus import split_of
+    from mtp_extract.tuning.corpus import choose_side
 
     topics = {"chat": ("Name three rivers.", "Why is it dark at night?"), "code": ("def main():", "for line in lines:")}
     rows = [{"prompt": text, "workload": name} for name, texts in topics.items() for text in texts]
@@ -54,7 +54,7 @@ def write_prompts(root: Path) -> None:
     missing, number, rows = Counter(_SIDES), 0, []
     while missing.total():
         number += 1
-        if missing[side := split_of(f"source {number}")]:
+        if missing[side := choose_side(f"source {number}")]:
             missing[side] -= 1
             prompt = f"Count from {number} to {2 * number}, and say why."
             rows.append({"prompt": prompt, "source": f"source {number}"})

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, read_header, write_file
-from mtp_extract.checkpoint.stored import StoredTensor
+from mtp_extract.checkpoint.stored import TensorPlace
 from mtp_extract.errors import CheckpointError, OutputError
-from mtp_extract.formats import FORMATS, format_named
-from mtp_extract.pipeline.check import files_in
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.formats import MTP_FORMATS, load_format
+from mtp_extract.pipeline.check import list_directory_files
+from mtp_extract.pipeline.extraction import build_checkpoint
 
 PAIR = (plan_array("a", np.zeros(4, np.float32)), plan_array("b", np.ones(4, np.float32)))
 
@@ -72,7 +72,7 @@ def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeyp
     """They have the same type and shape, so that the sums of the written bytes do not show it."""
     real = CONTAINERS[".safetensors"]
 
-    def exchange_names(places: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+    def exchange_names(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
         return (
             real.make_header(places, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
         )
@@ -97,13 +97,13 @@ def test_what_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", MTP_FORMATS)
 def test_the_same_input_gives_the_same_bytes(sample: Path, tmp_path: Path, format_: str) -> None:
     first, second = tmp_path / "a", tmp_path / "elsewhere" / "b"
     for out in (first, second):
         extract(sample, out, format=format_, codes=True)
-    assert list(files_in(first)) == list(files_in(second))
-    for name in files_in(first):
+    assert list(list_directory_files(first)) == list(list_directory_files(second))
+    for name in list_directory_files(first):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
@@ -120,7 +120,7 @@ def test_modes_follow_the_umask(sample: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["layers.0.q_proj", "final_norm"])
 def test_a_weight_that_is_missing_is_not_made_up(sample: Path, role: str) -> None:
     with open_bundle(sample) as opened:
-        checkpoint = checkpoint_of(opened.drafter())
+        checkpoint = build_checkpoint(opened.read_drafter())
     rest = {key: tensor for key, tensor in checkpoint.tensors.items() if key != role}
     with pytest.raises(CheckpointError, match=f"{role}: expected a weight"):
-        format_named("transformers").plan(replace(checkpoint, tensors=rest), "f32")
+        load_format("transformers").plan(replace(checkpoint, tensors=rest), "f32")

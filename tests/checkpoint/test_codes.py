@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import extract
-from mtp_extract.checkpoint.codes import CODES_FILE, with_codes
+from mtp_extract.checkpoint.codes import CODES_FILE, attach_codes
 from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import read_checkpoint
@@ -28,7 +28,7 @@ def coded(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {key: value for key, value in load_file(path).items() if key.startswith(NAME)}
     scheme = json.loads(read_safetensors(path)[1]["schemes"])[NAME]
     save_file(tensors, path, {"schemes": json.dumps({NAME: scheme})})
-    assert with_codes(folder, read_checkpoint(folder).tensors)["layers.0.q_proj"].scheme is not None
+    assert attach_codes(folder, read_checkpoint(folder).tensors)["layers.0.q_proj"].scheme is not None
     return folder
 
 
@@ -64,4 +64,4 @@ def test_parts_that_are_damaged(coded: Path, tmp_path: Path, part: str, value: n
         tensors |= {} if value is None else {f"{NAME}.{part}": value}
     save_file(tensors, folder / CODES_FILE, metadata)
     with pytest.raises(CheckpointError, match=what):
-        with_codes(folder, read_checkpoint(folder).tensors)
+        attach_codes(folder, read_checkpoint(folder).tensors)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mtp_extract.checkpoint.dtypes import DTYPES, pack, row_bytes, unpack
-from mtp_extract.checkpoint.rounding import RULES, rounded_again
-from mtp_extract.checkpoint.weight import of_array, row_codes
+from mtp_extract.checkpoint.dtypes import DTYPES, count_row_bytes, pack, unpack
+from mtp_extract.checkpoint.rounding import RULES, repeat_roundings
+from mtp_extract.checkpoint.weight import center_codes, wrap_array
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.formats import FORMATS
+from mtp_extract.formats import MTP_FORMATS
 from mtp_extract.pipeline.identity import find_chain
 
 Floats = npt.NDArray[np.float32]
@@ -35,7 +35,7 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 
     values = matrix()
     kind = gguf.GGMLQuantizationType[rule.upper()]
-    rounded = RULES[rule].round_matrix(of_array(values))
+    rounded = RULES[rule].round_matrix(wrap_array(values))
     theirs = dequantize(quantize(values, kind), kind)
     np.testing.assert_array_equal(rounded.array().view(np.uint32), theirs.view(np.uint32))
     assert rounded.scheme is not None
@@ -52,17 +52,17 @@ def test_ggmls_rules_are_ggmls(rule: str) -> None:
 )
 def test_a_scale_a_row(rule: str, codes: list[list[int]], scale: list[float]) -> None:
     values = np.array([[3.5, -3.5, 1.75, 0.125], [0, 0, 0, 0], [7, 2.5, -1.5, 3.4999]], np.float32)
-    rounded = row_codes(RULES[rule].round_matrix(of_array(values)))
+    rounded = center_codes(RULES[rule].round_matrix(wrap_array(values)))
     np.testing.assert_allclose(rounded.steps.size.reshape(-1), np.array(scale, np.float32), rtol=1e-6)
     np.testing.assert_array_equal(rounded.codes().reshape(values.shape), codes)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_rows_are_those_of_the_whole(rule: str) -> None:
-    rounded = RULES[rule].round_matrix(of_array(matrix()))
+    rounded = RULES[rule].round_matrix(wrap_array(matrix()))
     values = rounded.array()
     np.testing.assert_array_equal(rounded.floats(8, 24), values[8:24])
-    centered = row_codes(rounded)
+    centered = center_codes(rounded)
     assert centered.bits == RULES[rule].bits
     steps = centered.steps.size
     codes = centered.codes().reshape(*steps.shape, -1)
@@ -79,25 +79,25 @@ def test_any_rows_are_those_of_the_whole(rule: str) -> None:
 )
 def test_numbers_that_a_rule_does_not_take(rule: str, values: Floats, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        RULES[rule].round_matrix(of_array(values)).floats()
+        RULES[rule].round_matrix(wrap_array(values)).floats()
 
 
 def test_roundings_are_told_and_done_again() -> None:
-    original = of_array(matrix())
+    original = wrap_array(matrix())
     assert find_chain(original, original) == ()
-    assert {rule for listed in FORMATS.values() for rule in listed.rules} <= set(RULES)
+    assert {rule for listed in MTP_FORMATS.values() for rule in listed.rules} <= set(RULES)
     for step in ("BF16", "FP16"):
-        once = rounded_again(original, [step])
+        once = repeat_roundings(original, [step])
         assert not np.array_equal(once.array(), original.array())
         assert find_chain(original, once) == (step,)
     coded = RULES["int8"].round_matrix(original)
-    scales = rounded_again(coded, ["FP16 scales"])
+    scales = repeat_roundings(coded, ["FP16 scales"])
     assert find_chain(coded, scales) == ("FP16 scales",)
-    np.testing.assert_array_equal(rounded_again(original, ["int8", "FP16 scales"]).array(), scales.array())
+    np.testing.assert_array_equal(repeat_roundings(original, ["int8", "FP16 scales"]).array(), scales.array())
     assert find_chain(original, coded) == ("int8",)
-    for weight, step in ((original, "FP16 scales"), (of_array(matrix()[0, :40]), "q8_0")):
+    for weight, step in ((original, "FP16 scales"), (wrap_array(matrix()[0, :40]), "q8_0")):
         with pytest.raises(UnsupportedError):
-            rounded_again(weight, [step])
+            repeat_roundings(weight, [step])
 
 
 @pytest.mark.torch
@@ -120,7 +120,7 @@ def test_a_row_is_one_little_endian_number(data: st.DataObject, bits: int, unit:
     codes = data.draw(arrays(np.int8, shape, elements=st.integers(-half, half - 1)))
     packed = pack(codes, bits, unit)
     assert packed.dtype == np.uint8
-    assert packed.shape == (len(codes), row_bytes(shape[1], bits, unit)) and packed.shape[1] % unit == 0
+    assert packed.shape == (len(codes), count_row_bytes(shape[1], bits, unit)) and packed.shape[1] % unit == 0
     for row, stored in zip(codes.tolist(), packed, strict=True):
         number = sum(code + half << bits * i for i, code in enumerate(row))
         assert int.from_bytes(stored.tobytes(), "little") == number

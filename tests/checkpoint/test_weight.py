@@ -11,21 +11,21 @@ from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import Stored, StoredTensor, common_dtype
+from mtp_extract.checkpoint.stored import FileWeight, TensorPlace, find_common_dtype
 from mtp_extract.checkpoint.weight import (
     ROW_STEP,
-    Constant,
+    BundleWeight,
     Steps,
     Weight,
-    constant_weight,
+    build_constant_weight,
+    center_codes,
     has_exact_steps,
-    of_array,
-    row_codes,
-    row_ranges,
+    split_rows,
     unfold_factor,
+    wrap_array,
 )
 from mtp_extract.errors import CheckpointError, NoCodesError
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import build_checkpoint
 
 
 def parts(weight: Weight) -> list[tuple[int, int]]:
@@ -39,11 +39,11 @@ def test_constants(name: str) -> None:
     """Rows equal those of the entire weight and the file's numbers, and those of matrices equal code · step."""
     with open_bundle(variant(name)) as opened:
         matrices = 0
-        for role, weight in checkpoint_of(opened.drafter()).tensors.items():
+        for role, weight in build_checkpoint(opened.read_drafter()).tensors.items():
             rows = weight.array().reshape(weight.rows, weight.columns)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
-            if not isinstance(weight, Constant) or weight.scheme is None:
+            if not isinstance(weight, BundleWeight) or weight.scheme is None:
                 continue
             codes, stored = weight.codes(), unfold_factor(weight.source.floats().reshape(rows.shape), weight.factor)
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
@@ -51,7 +51,7 @@ def test_constants(name: str) -> None:
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
             try:
-                centered = row_codes(weight)
+                centered = center_codes(weight)
             except NoCodesError as error:
                 assert len(weight.shape) != 2 or weight.source.zero_point.any(), f"{role}: {error}"
                 continue
@@ -65,9 +65,9 @@ def test_constants(name: str) -> None:
 
 
 def test_ranges_begin_on_bytes_and_leave_nothing_out() -> None:
-    assert list(row_ranges(constant_weight((37, 3)), elements=50)) == [(0, 16), (16, 32), (32, 37)]
-    assert list(row_ranges(constant_weight((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
-    assert list(row_ranges(constant_weight((5,)))) == [(0, 1)]
+    assert list(split_rows(build_constant_weight((37, 3)), elements=50)) == [(0, 16), (16, 32), (32, 37)]
+    assert list(split_rows(build_constant_weight((9, 1000)), elements=10)) == [(0, 8), (8, 9)]
+    assert list(split_rows(build_constant_weight((5,)))) == [(0, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,12 +76,12 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
     stored = kind.narrow(values.reshape(-1), "values")
     path = tmp_path / "tensors"
     path.write_bytes(b"before" + stored.tobytes())
-    weight = Stored(path, StoredTensor(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
+    weight = FileWeight(path, TensorPlace(kind.safetensors, (20, 6), 6, stored.nbytes), "values")
     expected = kind.widen(stored.tobytes()).reshape(20, 6)
     np.testing.assert_array_equal(weight.array(), expected)
     np.testing.assert_array_equal(weight.floats(8, 16), expected[8:16])
-    np.testing.assert_array_equal(weight.in_columns(2, 5).floats(8, 20), expected[8:, 2:5])
-    assert common_dtype([weight]) == dtype and common_dtype([weight, of_array(values)]) == "f32"
+    np.testing.assert_array_equal(weight.cut_columns(2, 5).floats(8, 20), expected[8:, 2:5])
+    assert find_common_dtype([weight]) == dtype and find_common_dtype([weight, wrap_array(values)]) == "f32"
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="shrank"):
         weight.array()

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 from mtp_extract.errors import MtpExtractError
 from mtp_extract.io import threads
 from mtp_extract.io.typed import Figure
-from mtp_extract.report.page import plain_json
+from mtp_extract.report.page import convert_to_json
 from mtp_extract.serving import client as client_module
-from mtp_extract.serving.benchmark import benchmark_figures, measure_side, run_benchmark
+from mtp_extract.serving.benchmark import compute_figures, measure_side, run_benchmark
 from mtp_extract.serving.client import Answer, Server
 from mtp_extract.serving.counters import Counters
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.serving.result import Benchmark, Request, Side, Window
-from mtp_extract.serving.verdict import benchmark_table
+from mtp_extract.serving.verdict import build_benchmark_table
 
 FEW = {"code": ["class Foo:", "import os", "for a in b:"], "prose": ["Snow fell.", "The harbour was empty."]}
 TOKENS = 8
@@ -56,9 +56,9 @@ def plan(prompts: Path, server: ModelServer, baseline: ModelServer | None = None
 
 def checked(found: Benchmark) -> dict[str, Any]:
     """``bench.json``, after a look at its form."""
-    report: dict[str, Any] = plain_json(found)
+    report: dict[str, Any] = convert_to_json(found)
     validator("bench")(report)
-    assert all(len(row) == len(benchmark_table(found).columns) for row in benchmark_table(found).rows)
+    assert all(len(row) == len(build_benchmark_table(found).columns) for row in build_benchmark_table(found).rows)
     return report
 
 
@@ -371,7 +371,7 @@ def side(done: Sequence[Window]) -> Side:
 
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     fast, slow = windows((11, 1.0, 0.5), (21, 1.0, 0.1)), windows((11, 4.0, 0.5), (41, 6.0, 0.5))
-    found = benchmark_figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
+    found = compute_figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
     server, baseline = found.sides["server"], found.sides["baseline"]
     assert server.tokens_per_s.value == pytest.approx((10 + 20) / 2)
     assert server.output_throughput == pytest.approx(32 / 8)
@@ -382,7 +382,7 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     assert found.speedup.value == pytest.approx((4 + 3) / (1 + 1))
     assert (found.speedup.n, found.speedup.ci95) == (2, None), "two texts"
     more = [windows(*((11, seconds * time, 0.5) for time in (1.0, 1.2, 0.8, 1.1, 0.9))) for seconds in (1, 2)]
-    faster = benchmark_figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
+    faster = compute_figures({"server": more[0], "baseline": more[1]}, {"code"}, compared=False).speedup
     assert (faster.value, faster.ci95) == (pytest.approx(2), pytest.approx([2, 2]))
 
 

@@ -26,7 +26,7 @@ from mtp_extract.architecture.config import MTP
 from mtp_extract.architecture.eagle3 import EAGLE3, EAGLE3_HEAD
 from mtp_extract.cli import COMMANDS, convert, extract, import_command, inspect, main
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.formats import FORMATS, choose
+from mtp_extract.formats import MTP_FORMATS, choose_format
 
 RUNNER = CliRunner()
 
@@ -212,7 +212,7 @@ def test_floats_are_rounded_with_codes_beside_them_or_without(sample: Path, tmp_
         assert shown.exit_code == 0, shown.output
 
 
-@pytest.mark.parametrize("name", [name for name, listed in FORMATS.items() if not listed.read_as])
+@pytest.mark.parametrize("name", [name for name, listed in MTP_FORMATS.items() if not listed.read_as])
 def test_what_any_directory_holds(extracted: Path, tmp_path: Path, name: str) -> None:
     """With its record it is checked, without it is shown all the same."""
     out = tmp_path / "out"
@@ -313,7 +313,7 @@ def test_evidence_is_shown_to_its_end(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_an_engine_chooses_a_layout_for_a_head() -> None:
-    assert choose("vllm", EAGLE3) == "speculators"
-    assert choose("sglang", EAGLE3) == "eagle3"
+    assert choose_format("vllm", EAGLE3) == "speculators"
+    assert choose_format("sglang", EAGLE3) == "eagle3"
     with pytest.raises(UnsupportedError, match=r"llama.cpp loads no drafter of the architecture eagle3"):
-        choose("llama.cpp", EAGLE3)
+        choose_format("llama.cpp", EAGLE3)

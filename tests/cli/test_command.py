@@ -22,7 +22,7 @@ from mtp_extract.cli._command import Version, make_command
 from mtp_extract.cli._options import parse_whole_numbers
 from mtp_extract.doctor.plan import DoctorPlan
 from mtp_extract.errors import PlanError
-from mtp_extract.formats import EVERY
+from mtp_extract.formats import ALL_FORMATS
 from mtp_extract.pipeline.plan import DtypeName, RuleName, WritingPlan
 from mtp_extract.serving.plan import BenchPlan
 from mtp_extract.tuning.plan import Mode, Objective, TuningPlan
@@ -191,4 +191,4 @@ def test_choices_are_those_of_the_library() -> None:
     assert set(get_args(Mode)) == {*MODES, "ordered"}
     assert set(get_args(Objective)) == set(OBJECTIVES)
     assert set(get_args(RuleName)) == set(RULES)
-    assert set(get_args(DtypeName)) == {dtype for listed in EVERY.values() for dtype in listed.dtypes}
+    assert set(get_args(DtypeName)) == {dtype for listed in ALL_FORMATS.values() for dtype in listed.dtypes}

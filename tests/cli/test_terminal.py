@@ -88,8 +88,8 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
     screen = on_screen(monkeypatch)
     long = "text 3 of 8, " + "loss 1.2 " * 30
     with TerminalReporter() as reporter:
-        reporter.done("first", 3, 8)
-        reporter.done(long, 4, 8)
+        reporter.report_progress("first", 3, 8)
+        reporter.report_progress(long, 4, 8)
     drawn = screen.getvalue()
     assert "first" in drawn and "text 3 of 8" in drawn and "━" in drawn
     # A line that is wider than the screen would be erased in part: it is cut, at the width of the screen.
@@ -101,17 +101,17 @@ def test_progress_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bytes_of_what_is_worth_showing(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
     with TerminalReporter() as reporter:
-        reporter.done("reading", 1, 1000, BYTES)
+        reporter.report_progress("reading", 1, 1000, BYTES)
         assert screen.getvalue() == ""
-        reporter.done("reading", 200_000_000, 1_000_000_000, BYTES)
+        reporter.report_progress("reading", 200_000_000, 1_000_000_000, BYTES)
     assert "200.0 MB of 1.00 GB" in screen.getvalue()
 
 
 def test_a_result_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
     with TerminalReporter(print_result=lambda result: screen.write(f"result {result}")) as reporter:
-        reporter.done("drafting", 1, 8)
-        reporter.measured(3)
+        reporter.report_progress("drafting", 1, 8)
+        reporter.report_result(3)
     drawn, printed, after = screen.getvalue().partition("result 3")
     assert "drafting" in drawn and printed and after == ""
 
@@ -122,7 +122,7 @@ def test_nothing_is_shown_where_json_is_printed(
     screen = on_screen(monkeypatch)
     with TerminalReporter(quiet=True) as reporter:
         reporter.say("asking")
-        reporter.done("asking", 1, 2, "window")
+        reporter.report_progress("asking", 1, 2, "window")
     assert (screen.getvalue(), capsys.readouterr().out) == ("", "")
 
 
@@ -135,7 +135,7 @@ def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         for part, seconds in (("text", 600.0), ("drafts", 60.0)):
             for done in range(4):
                 now += seconds
-                reporter.done(part, done, 10, "batch")
+                reporter.report_progress(part, done, 10, "batch")
     drawn = screen.getvalue()
     assert "drafts: batch 3 of 10" in drawn
     assert drawn.rindex("07:00") > drawn.rindex("text: batch")
@@ -143,9 +143,9 @@ def test_the_time_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with TerminalReporter() as reporter:
-        reporter.done("reading", 1 << 29, 1 << 30, BYTES)
+        reporter.report_progress("reading", 1 << 29, 1 << 30, BYTES)
         for done in range(1, 101):
-            reporter.done(f"text {done}", done, 100)
+            reporter.report_progress(f"text {done}", done, 100)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [f"text {done} …" for done in range(5, 101, 5)]

@@ -30,7 +30,7 @@ from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import MtpExtractError, PairError
 from mtp_extract.evaluation.base_model import LoadedBase, load_base
-from mtp_extract.report.page import plain_json
+from mtp_extract.report.page import convert_to_json
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 NEW_TOKENS, STEPS = 32, 3
@@ -81,7 +81,7 @@ def ask(asked: DoctorPlan, tmp_path: Path) -> Ask:
 
 def checked(found: Any) -> dict[str, Any]:
     """``doctor.json``, after a look at its form."""
-    report: dict[str, Any] = plain_json(found)
+    report: dict[str, Any] = convert_to_json(found)
     validator("doctor")(report)
     return report
 

@@ -16,9 +16,9 @@ from mtp_extract import ValidationPlan, convert, validate
 from mtp_extract.architecture import ARCHITECTURES
 from mtp_extract.cli import inspect as inspect_command
 from mtp_extract.data import sample_base
-from mtp_extract.drafter.load import load_any, load_drafter
+from mtp_extract.drafter.load import load_any_drafter, load_drafter
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.formats import EVERY
+from mtp_extract.formats import ALL_FORMATS
 
 CONFIG = bigram.BigramConfig(backbone_hidden_size=64, hidden_size=16, vocab_size=512)
 
@@ -27,7 +27,7 @@ CONFIG = bigram.BigramConfig(backbone_hidden_size=64, hidden_size=16, vocab_size
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add its rows to both tables; the package knows nothing else of it."""
     monkeypatch.setitem(ARCHITECTURES, bigram.NAME, bigram.ARCHITECTURE)
-    monkeypatch.setitem(EVERY, bigram.NAME, bigram.FORMAT_INFO)
+    monkeypatch.setitem(ALL_FORMATS, bigram.NAME, bigram.FORMAT_INFO)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_it_is_loaded(directory: Path) -> None:
-    network = load_any(directory)
+    network = load_any_drafter(directory)
     assert isinstance(network, bigram.BigramDrafter)
     stored = load_file(directory / "model.safetensors")
     torch.testing.assert_close(network.embed.weight, stored["model.embed_tokens.weight"], rtol=0, atol=0)

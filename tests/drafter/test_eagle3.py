@@ -20,7 +20,7 @@ from mtp_extract.errors import DrafterError, PairError
 from mtp_extract.speculate.drafts import DraftTree
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Text, draft_teacher_forced
 
 FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "own_embedding")
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9))
@@ -146,7 +146,7 @@ def test_a_round_is_drafted_from_the_text_alone(model: Any) -> None:
     """Drafting does not depend on earlier rounds: stepping with a cache agrees with one pass over the text."""
     head = random_head(head_config())
     texts = [Text(prompt + base_alone(model, prompt, 12), len(prompt)) for prompt in PROMPTS]
-    at_once = teacher_forced(Base(model), head, texts, 4)
+    at_once = draft_teacher_forced(Base(model), head, texts, 4)
     stepping = teacher_forced_by_stepping(Base(model), head, texts, 4)
     assert torch.equal(at_once.anchor, stepping.anchor)
     assert (at_once.drafts == stepping.drafts).float().mean() > 0.99
@@ -160,7 +160,7 @@ def test_what_generation_drafts_is_what_teacher_forcing_says(model: Any, drafts:
     prompt = PROMPTS[2]
     text = prompt + base_alone(model, prompt, 30)
     base = Base(model)
-    forced = teacher_forced(base, head, [Text(text, len(prompt))], 1)
+    forced = draft_teacher_forced(base, head, [Text(text, len(prompt))], 1)
     expected = dict(zip(forced.anchor.tolist(), forced.drafts[:, 0].tolist(), strict=True))
     step = head.step
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import CheckpointError, DrafterError
-from mtp_extract.formats import format_of, read_checkpoint
+from mtp_extract.formats import detect_format, read_checkpoint
 from mtp_extract.formats.transformers import parse_config
-from mtp_extract.pipeline.check import unexpected_in
+from mtp_extract.pipeline.check import find_unexpected_files
 
 Save = Callable[..., Path]
 
@@ -164,7 +164,7 @@ def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     config = read_checkpoint(tmp_path).config
     assert config == replace(parse_config(GEOMETRIES[name].config()), max_position_embeddings=4096)
-    assert not [*unexpected_in(tmp_path, format_of(tmp_path))]
+    assert not [*find_unexpected_files(tmp_path, detect_format(tmp_path))]
     edit_json(tmp_path / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(CheckpointError, match="says rope_scaling"):
         read_checkpoint(tmp_path)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_extract.errors import MtpExtractError, PairError, SourceError
 from mtp_extract.evaluation import base_model
-from mtp_extract.evaluation.base_model import free_memory, load_base, memory_guard
+from mtp_extract.evaluation.base_model import free_memory, guard_memory, load_base
 
 
 @pytest.fixture
@@ -135,10 +135,10 @@ def test_the_size_is_that_of_the_weights(
     ],
 )
 def test_running_out_of_memory(error: Exception) -> None:
-    with pytest.raises(MtpExtractError, match="too little memory while thinking"), memory_guard("thinking"):
+    with pytest.raises(MtpExtractError, match="too little memory while thinking"), guard_memory("thinking"):
         raise error
 
 
 def test_other_errors_are_not_hidden() -> None:
-    with pytest.raises(RuntimeError, match="shape"), memory_guard("thinking"):
+    with pytest.raises(RuntimeError, match="shape"), guard_memory("thinking"):
         raise RuntimeError("shape")

@@ -7,7 +7,7 @@ import torch
 from helpers.random_pairs import base_alone, random_base
 from helpers.reporters import Recorder
 
-from mtp_extract.evaluation.base_texts import continue_prompts, groups
+from mtp_extract.evaluation.base_texts import continue_prompts, group_by_length
 from mtp_extract.speculate.target import Base
 
 PROMPTS = ((1,), tuple(range(17)), (7, 3, 5, 9), (2, 2), (5, 4, 3))
@@ -23,7 +23,7 @@ def test_a_text_is_what_the_base_writes_alone(base: Base, batch: int) -> None:
     reporter = Recorder()
     texts = continue_prompts(base, PROMPTS, new_tokens=20, batch=batch, reporter=reporter)
     assert texts == [base_alone(base.model, prompt, 20) for prompt in PROMPTS]
-    batches = len(groups([0] * 5, batch))
+    batches = len(group_by_length([0] * 5, batch))
     assert reporter.parts == [("the base's text", done + 1, batches) for done in range(batches)]
     assert continue_prompts(base, [], new_tokens=20, batch=batch) == []
 
@@ -48,6 +48,6 @@ def test_the_same_prompt_is_drawn_anew_and_the_same_from_a_seed(base: Base) -> N
 
 
 def test_groups_leave_no_text_alone() -> None:
-    assert groups([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4, 3]]
-    assert groups([1], 4) == [[0]]
-    assert sorted(i for group in groups(list(range(10)), 3) for i in group) == list(range(10))
+    assert group_by_length([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4, 3]]
+    assert group_by_length([1], 4) == [[0]]
+    assert sorted(i for group in group_by_length(list(range(10)), 3) for i in group) == list(range(10))

@@ -22,12 +22,12 @@ from mtp_extract.evaluation.intervals import (
     LEAST_TEXTS,
     Interval,
     bound_difference,
+    bound_ratio,
+    bound_share,
+    compute_interval,
+    compute_student_quantile,
+    explain_undecided,
     find_repeats,
-    over_texts,
-    ratio_bounds,
-    share_bounds,
-    student_quantile,
-    undecided,
 )
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures.md"
@@ -77,7 +77,7 @@ def draw_differences(generator: np.random.Generator, texts: int, rate: float, ic
 
 @pytest.mark.parametrize(
     ("draw", "bounds"),
-    [(draw_shares, share_bounds), (draw_lengths, share_bounds), (draw_differences, bound_difference)],
+    [(draw_shares, bound_share), (draw_lengths, bound_share), (draw_differences, bound_difference)],
 )
 def test_intervals_contain_the_truth(draw: Callable[..., Drawn], bounds: Callable[..., tuple[Any, Any]]) -> None:
     """In 93 % of measurements at least, in each of 45 settings; and they shrink with texts."""
@@ -98,47 +98,49 @@ def test_a_ratio_that_nothing_bounds(texts: int) -> None:
     """Tokens a second, of texts of unlike speeds and lengths."""
     generator = np.random.default_rng(texts)
     tokens = generator.integers(32, 129, (4000, texts)).astype(float)
-    low, high = ratio_bounds(tokens, tokens * np.exp(0.3 * generator.standard_normal(tokens.shape)))
+    low, high = bound_ratio(tokens, tokens * np.exp(0.3 * generator.standard_normal(tokens.shape)))
     truth = np.exp(-(0.3**2) / 2)
     assert ((low <= truth) & (truth <= high)).mean() > 0.935
     assert (low > 0).all()
 
 
 def test_an_interval_is_scaled() -> None:
-    assert Interval(0.25, 0.5).scaled(4, 1) == (2, 3)
+    assert Interval(0.25, 0.5).rescale(4, 1) == (2, 3)
 
 
 def test_few_texts_have_none() -> None:
     few, enough = [3.0] * (LEAST_TEXTS - 1), [3.0] * LEAST_TEXTS
     for sizes, has_interval in ((few, False), ([*few, 0.0], False), (enough, True)):
         hits = [size / 3 for size in sizes]
-        assert (over_texts(share_bounds, hits, sizes) is not None) == has_interval
-        assert (over_texts(bound_difference, hits, hits, sizes) is not None) == has_interval
-        assert (over_texts(ratio_bounds, hits, sizes) is not None) == has_interval
-    assert over_texts(ratio_bounds, [0.0] * 5, [1.0] * 5) is None
-    assert undecided(2) == "not decided: 2 texts, at least 5 are needed"
+        assert (compute_interval(bound_share, hits, sizes) is not None) == has_interval
+        assert (compute_interval(bound_difference, hits, hits, sizes) is not None) == has_interval
+        assert (compute_interval(bound_ratio, hits, sizes) is not None) == has_interval
+    assert compute_interval(bound_ratio, [0.0] * 5, [1.0] * 5) is None
+    assert explain_undecided(2) == "not decided: 2 texts, at least 5 are needed"
 
 
 def test_where_nothing_is_missed_as_much_is_left_open_as_texts_leave() -> None:
     """A text that was not seen may be missed whole: of N that were hit, one in N may be, however long they are."""
     for texts in (5, 20, 100):
-        found = over_texts(share_bounds, [500] * texts, [500] * texts)
+        found = compute_interval(bound_share, [500] * texts, [500] * texts)
         assert found is not None and found.high == 1
         # Exactly: the share of which N draws in a row are hit one time in forty.
         assert found.low < 0.025 ** (1 / texts) < 1
-        assert found == over_texts(share_bounds, [9] * texts, [9] * texts)
-        assert over_texts(share_bounds, [0] * texts, [9] * texts) == pytest.approx((0, 1 - found.low))
+        assert found == compute_interval(bound_share, [9] * texts, [9] * texts)
+        assert compute_interval(bound_share, [0] * texts, [9] * texts) == pytest.approx((0, 1 - found.low))
         if texts == 20:
             assert f"reaches down to {100 * found.low:.0f} %" in FIGURES.read_text(encoding="utf-8")
-    alike, surer = (over_texts(bound_difference, [0] * 20, [0] * 20, [500] * 20, level=level) for level in (0.95, 0.99))
+    alike, surer = (
+        compute_interval(bound_difference, [0] * 20, [0] * 20, [500] * 20, level=level) for level in (0.95, 0.99)
+    )
     assert alike and surer and surer.low < alike.low == -alike.high < -0.1
 
 
 def test_more_hits_than_draws() -> None:
     """Or fewer than none, in one of the texts: they were counted wrong, and there is no interval."""
     for hits in ([2.0, 0, 0, 0, 1], [-1.0, 1, 1, 1, 1]):
-        assert over_texts(share_bounds, hits, [1.0] * 5) is None
-    assert over_texts(bound_difference, [1.0] * 5, [1.0] * 5, [1.0] * 5) is None
+        assert compute_interval(bound_share, hits, [1.0] * 5) is None
+    assert compute_interval(bound_difference, [1.0] * 5, [1.0] * 5, [1.0] * 5) is None
 
 
 def test_a_text_counts_once() -> None:
@@ -150,6 +152,6 @@ def test_a_text_counts_once() -> None:
 
 def test_student_against_printed_values() -> None:
     for freedom, t in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (30, 2.0423), (1000, 1.9623)):
-        assert student_quantile(0.95, freedom) == pytest.approx(t, abs=5e-5)
-    assert student_quantile(0.99, 5) == pytest.approx(4.0321, abs=5e-5)
+        assert compute_student_quantile(0.95, freedom) == pytest.approx(t, abs=5e-5)
+    assert compute_student_quantile(0.99, 5) == pytest.approx(4.0321, abs=5e-5)
     assert doctest.testmod(intervals).failed == 0

@@ -22,10 +22,10 @@ from mtp_extract.evaluation.agreement import (
     summarize_agreement,
 )
 from mtp_extract.evaluation.base_model import load_base
-from mtp_extract.evaluation.intervals import bound_difference, over_texts, share_bounds
+from mtp_extract.evaluation.intervals import bound_difference, bound_share, compute_interval
 from mtp_extract.io.typed import Figure
 from mtp_extract.speculate.loop import Generation, SpeculativeGenerator
-from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, draft_teacher_forced
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.rounds import measure_acceptance as measured_of
 
@@ -48,10 +48,12 @@ def test_greedy_rounds_are_those_of_the_loop(extracted: Path, base: Path, conven
     drafter = FaultyDrafter(load_drafter(extracted), convention)
     generator = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)
     results = [generator.generate(prompt, max_new_tokens=50, drafts=K) for prompt in PROMPTS]
-    measured = compute_acceptance(teacher_forced(generator.base, drafter, [convert_to_text(one) for one in results], K))
+    measured = compute_acceptance(
+        draft_teacher_forced(generator.base, drafter, [convert_to_text(one) for one in results], K)
+    )
     for index, result in enumerate(results):
         accepted, own = list_full_rounds(result), measured.of([index])
-        assert (own.advance[own.begins == 1] - 1).tolist() == accepted
+        assert (own.advance[own.start_probability == 1] - 1).tolist() == accepted
         assert own.rounds == len(accepted)
         assert own.tokens_per_round == (len(accepted) + sum(accepted)) / len(accepted)
     # What all anchors say is another figure.
@@ -69,10 +71,12 @@ def test_sampled_rounds_are_expected_of_the_loop() -> None:
     texts = [convert_to_text(one) for one in results]
     plan = TuningPlan(Path("drafter"), "base", draft_steps=K, temperature=temperature, batch=64)
     measured = measured_of(beside(plan, generator.base, drafter), drafter, texts)
-    without_text = Acceptance.over(measured.text, measured.anchor, measured.stands)
+    without_text = Acceptance.from_stands(measured.text, measured.anchor, measured.stands)
 
     def subtract_expected_rounds(acceptance: Acceptance) -> torch.Tensor:
-        return taken - torch.stack([acceptance.begins[acceptance.text == index].sum() for index in range(len(texts))])
+        return taken - torch.stack(
+            [acceptance.start_probability[acceptance.text == index].sum() for index in range(len(texts))]
+        )
 
     assert 10 < float(taken.mean()) < 20
     error = subtract_expected_rounds(measured)
@@ -94,19 +98,19 @@ def test_a_walk_by_hand() -> None:
     accepted = torch.randint(K + 1, (sum(lengths),), generator=generator)
     text = torch.arange(3).repeat_interleave(torch.tensor(lengths))
     stands = (accepted[:, None] > torch.arange(K)).double()
-    measured = Acceptance.over(text, torch.arange(len(text)) + 5, stands)
+    measured = Acceptance.from_stands(text, torch.arange(len(text)) + 5, stands)
     rows = [accepted[text == index].tolist() for index in range(3)]
-    assert measured.begins.tolist() == [begin for row in rows for begin in walk_rounds(row)]
+    assert measured.start_probability.tolist() == [begin for row in rows for begin in walk_rounds(row)]
     assert measured.advance.tolist() == (1 + accepted).tolist()
-    assert Acceptance.over(text[:0], text[:0], stands[:0]).rounds == 0
+    assert Acceptance.from_stands(text[:0], text[:0], stands[:0]).rounds == 0
 
 
 def test_half_a_chance_is_half_a_round() -> None:
     """One draft that stands every other time: after a round of one token or two, two rounds of three anchors."""
     along = torch.tensor([[0.5], [0.0], [1.0]])
     text = torch.zeros(3, dtype=torch.long)
-    measured = Acceptance.over(text, torch.arange(3), torch.ones(3, 1), along)
-    assert measured.begins.tolist() == [1, 0.5, 1]
+    measured = Acceptance.from_stands(text, torch.arange(3), torch.ones(3, 1), along)
+    assert measured.start_probability.tolist() == [1, 0.5, 1]
     assert measured.tokens_per_round == (1.5 + 0.5 + 2) / 2.5
 
 
@@ -136,10 +140,10 @@ def test_an_interval_of_a_mean_is_over_texts() -> None:
     """One value a text is one draw a text, and the same value many times in a text says no more than once."""
     values = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.25, 0.75])
     share = estimate_share(torch.arange(6), values)
-    interval = over_texts(share_bounds, values.tolist(), [1] * 6)
+    interval = compute_interval(bound_share, values.tolist(), [1] * 6)
     assert interval is not None and share == Figure(3.5 / 6, 6, list(interval))
     repeated = estimate_share(torch.arange(6).repeat_interleave(50), values.repeat_interleave(50))
     assert repeated.ci95 == pytest.approx(share.ci95, abs=0.08)
     assert estimate_share(torch.arange(4).repeat_interleave(5), torch.ones(20)) == Figure(1, 20, None)
     gap = estimate_difference(torch.arange(6), values - 0.5)
-    assert gap == over_texts(bound_difference, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)
+    assert gap == compute_interval(bound_difference, [0.5, 0, 0, 0.5, 0, 0.25], [0, 0.5, 0, 0, 0.25, 0], [1] * 6)

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtp_extract.errors import MtpExtractError
-from mtp_extract.evaluation.prompts import FEW, Prompt, read_prompts, shipped_prompts
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, split_of, split_prompts
+from mtp_extract.evaluation.prompts import FEW_PER_WORKLOAD, Prompt, load_shipped_prompts, read_prompts
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, choose_side, split_prompts
 from mtp_extract.tuning.plan import TuningPlan
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
@@ -188,7 +188,7 @@ WORKLOADS = ("chat", "code", "math", "prose", "json")
 
 
 def test_shipped_prompts() -> None:
-    prompts = shipped_prompts()
+    prompts = load_shipped_prompts()
     counts = Counter(prompt.workload for prompt in prompts)
     assert tuple(counts) == WORKLOADS
     assert min(counts.values()) >= 66
@@ -210,7 +210,7 @@ def alike(text: str) -> frozenset[tuple[str, ...]]:
 
 def test_enough_shipped_prompts_are_held_out() -> None:
     """For the default of a training: 30 held out and 5 of every workload, with some to spare for what repeats."""
-    sides = Counter((split_of(prompt.source), prompt.workload) for prompt in shipped_prompts())
+    sides = Counter((choose_side(prompt.source), prompt.workload) for prompt in load_shipped_prompts())
     for name in WORKLOADS:
         assert sides[HELD_OUT, name] >= 8
         assert sides[WATCHED, name] >= 4
@@ -218,8 +218,8 @@ def test_enough_shipped_prompts_are_held_out() -> None:
 
 
 def test_about_a_hundred_where_all_would_take_long(tmp_path: Path) -> None:
-    few, every = read_prompts(None), shipped_prompts()
-    assert Counter(prompt.workload for prompt in few) == dict.fromkeys(WORKLOADS, FEW)
+    few, every = read_prompts(None), load_shipped_prompts()
+    assert Counter(prompt.workload for prompt in few) == dict.fromkeys(WORKLOADS, FEW_PER_WORKLOAD)
     assert len({prompt.key for prompt in few}) == len(few)
     # Spread over all of a workload.
     for name in WORKLOADS:
@@ -227,5 +227,5 @@ def test_about_a_hundred_where_all_would_take_long(tmp_path: Path) -> None:
         at = [of_name.index(prompt) for prompt in few if prompt.workload == name]
         steps = {after - before for before, after in pairwise(at)}
         assert max(steps) - min(steps) <= 1
-    assert len(shipped_prompts(10_000)) == len(every)
+    assert len(load_shipped_prompts(10_000)) == len(every)
     assert read_prompts(written(tmp_path / "x.txt", string.digits)) == (Prompt("x", string.digits),)

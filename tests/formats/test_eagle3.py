@@ -21,9 +21,9 @@ from seam import verify
 
 from mtp_extract import convert
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.drafter.load import load_any, load_drafter
+from mtp_extract.drafter.load import load_any_drafter, load_drafter
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.formats import format_of, read_checkpoint
+from mtp_extract.formats import detect_format, read_checkpoint
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 WHOLE = {"own_embedding": True, "draft_vocab_size": 40}
@@ -70,7 +70,10 @@ def test_there_and_back_is_the_same_to_the_byte(
                 assert (folder / before / file).read_bytes() == (folder / after / file).read_bytes()
         assert read_checkpoint(place).config == replace(config, max_position_embeddings=131072)
         assert not any(finding.is_error for finding in read_checkpoint(place).findings)
-        loaded, kind = load_any(place, dtype=torch.float32).state_dict(), getattr(torch, DTYPES[dtype].transformers)
+        loaded, kind = (
+            load_any_drafter(place, dtype=torch.float32).state_dict(),
+            getattr(torch, DTYPES[dtype].transformers),
+        )
         for key, tensor in head.state_dict().items():
             assert torch.equal(loaded[key], tensor.to(kind).float() if tensor.is_floating_point() else tensor), key
 
@@ -85,7 +88,7 @@ def test_a_head_of_several_types(tmp_path: Path) -> None:
         directory / "model.safetensors",
     )
     assert read_checkpoint(directory).dtype == "f32"
-    loaded = load_any(directory, dtype=torch.float32).state_dict()
+    loaded = load_any_drafter(directory, dtype=torch.float32).state_dict()
     for name, tensor in head.state_dict().items():
         rounded = tensor.is_floating_point() and tensor.ndim == 2
         assert torch.equal(loaded[name], tensor.half().float() if rounded else tensor), name
@@ -263,4 +266,4 @@ def test_drafters_of_the_other_architecture(tmp_path: Path, extracted: Path) -> 
             convert(source, tmp_path / "out", format=name)
     with pytest.raises(UnsupportedError, match="Expected an MTP drafter, found an EAGLE-3 head"):
         load_drafter(directory)
-    assert format_of(extracted).name == "transformers" and format_of(directory).name == "eagle3"
+    assert detect_format(extracted).name == "transformers" and detect_format(directory).name == "eagle3"

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_extract import extract
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, OrderedHeadConfig, RopeConfig
-from mtp_extract.architecture.roles import roles_of
+from mtp_extract.architecture.roles import list_roles
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
 from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
 from mtp_extract.checkpoint.gguf_file import read_gguf
-from mtp_extract.checkpoint.weight import Steps, Weight, constant_weight, of_codes, row_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, build_constant_weight, center_codes, wrap_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
-from mtp_extract.formats import format_named, read_checkpoint
+from mtp_extract.formats import load_format, read_checkpoint
 from mtp_extract.formats.gguf import _derive_base_name, _split_base_name
 from mtp_extract.litertlm.storage import Packing
 
@@ -58,7 +58,9 @@ def test_codes_come_back(seed: int, bits: int, blocks: int, rows: int, by_row: b
     np.testing.assert_array_equal(kind.codes(stored), codes)
     np.testing.assert_array_equal(kind.steps(stored), np.repeat(steps, block // 32, axis=1))
     theirs = dequantize(stored, GGMLQuantizationType[kind.name])
-    np.testing.assert_array_equal(theirs, of_codes(codes, Packing(bits, True), Steps.around_zero(block, steps)).array())
+    np.testing.assert_array_equal(
+        theirs, wrap_codes(codes, Packing(bits, True), Steps.around_zero(block, steps)).array()
+    )
 
 
 def test_the_header_is_what_llama_cpp_reads(sample_gguf: Path) -> None:
@@ -76,7 +78,7 @@ def test_the_header_is_what_llama_cpp_reads(sample_gguf: Path) -> None:
 def build_rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) -> Weight:
     count = columns // block
     grid = Steps(block, np.full((4, count), scale, np.float32), np.full((4, count), zero, np.int64))
-    return of_codes(np.ones((4, columns), np.int8), Packing(8, True), grid)
+    return wrap_codes(np.ones((4, columns), np.int8), Packing(8, True), grid)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +96,10 @@ def build_rows(scale: float, columns: int = 64, block: int = 32, zero: int = 0) 
     ],
 )
 def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
-    stored = format_named("gguf").store(roles_of(1)[0], tensor, CODES)
+    stored = load_format("gguf").store(list_roles(1)[0], tensor, CODES)
     if isinstance(expected, tuple):
         assert (stored.how, stored.rounded_to) == (CODES, *(expected or ("",)))
-        sizes = row_codes(stored.weight).steps.size
+        sizes = center_codes(stored.weight).steps.size
         np.testing.assert_array_equal(sizes, tensor.steps.size.astype(np.float16).astype(np.float32))
     else:
         assert (stored.how, stored.rounded_to) == ("floats", "")
@@ -130,12 +132,12 @@ CONFIGS = [
 
 
 def build_checkpoint(shape: DrafterConfig) -> Checkpoint:
-    tensors = {role.name: constant_weight(size, 0.5) for role, size in shapes_of(shape).items()}
+    tensors = {role.name: build_constant_weight(size, 0.5) for role, size in list_shapes(shape).items()}
     return Checkpoint(shape, tensors, "f32")
 
 
 def write(folder: Path, shape: DrafterConfig, **more: Any) -> OutputFile:
-    (file,) = format_named("gguf").plan(build_checkpoint(shape), "f32").files
+    (file,) = load_format("gguf").plan(build_checkpoint(shape), "f32").files
     write_file(folder, replace(file, metadata={**file.metadata, **more}))
     return file
 
@@ -160,7 +162,7 @@ def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> Non
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
-        assert format_named("gguf").plan(build_checkpoint(shape), "f32").files
+        assert load_format("gguf").plan(build_checkpoint(shape), "f32").files
 
 
 ARCH = "gemma4-assistant"
@@ -188,7 +190,7 @@ def test_a_contradiction_is_named(tmp_path: Path, key: str, value: Any, what: st
 
 def test_what_another_converter_wrote_is_read(tmp_path: Path) -> None:
     """A file of llama.cpp's converter, in FP16 and without our keys, is read, unless it has another tensor."""
-    (file,) = format_named("gguf").plan(build_checkpoint(build_shape()), "f16").files
+    (file,) = load_format("gguf").plan(build_checkpoint(build_shape()), "f16").files
     known = {key: value for key, value in file.metadata.items() if "mtp_extract" not in key and "vocab_size" not in key}
     theirs = replace(file, metadata={**known, "tokenizer.ggml.tokens": ["x"] * 512})
     more = replace(file.tensors[0], name="blk.0.attn_k.weight")
@@ -317,7 +319,7 @@ def test_no_changed_byte_of_a_header_does_harm(
 def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     """llama.cpp computes the dense head, which the file has; its own converter drops the ordered head, too."""
     shape = build_shape(ordered_head=OrderedHeadConfig(32, 4))
-    gguf = format_named("gguf")
+    gguf = load_format("gguf")
     arranged = gguf.plan(build_checkpoint(shape), "f32")
     left = {role for role, kept in arranged.stored.items() if kept.how == "nothing"}
     assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}

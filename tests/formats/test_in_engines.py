@@ -22,8 +22,8 @@ from transformers import Gemma4AssistantForCausalLM
 from transformers.integrations import gemma_quant
 
 from mtp_extract import extract
-from mtp_extract.architecture.roles import roles_of
-from mtp_extract.checkpoint.stored import Stored
+from mtp_extract.architecture.roles import list_roles
+from mtp_extract.checkpoint.stored import FileWeight
 from mtp_extract.data import sample_base
 from mtp_extract.formats import read_checkpoint
 
@@ -130,7 +130,7 @@ def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, r
     gemma, model = load(tmp_path / "out"), reference(name)
     static = record["activations"]
     modules = {
-        role.name: role.names["transformers"].removesuffix(".weight") for role in roles_of(4) if role.name in static
+        role.name: role.names["transformers"].removesuffix(".weight") for role in list_roles(4) if role.name in static
     }
 
     def round_values(values: Tensor, how: dict[str, Any] | None) -> Tensor:
@@ -162,7 +162,7 @@ def test_mlx_dequantizes_to_the_numbers(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     arrays = mlx.load(str(tmp_path / "out" / "model.safetensors"))
     original = read_checkpoint(tmp_path / "out")
-    names = {tensor.name for tensor in original.tensors.values() if isinstance(tensor, Stored)}
+    names = {tensor.name for tensor in original.tensors.values() if isinstance(tensor, FileWeight)}
     modules = {module: how for module, how in config.items() if isinstance(how, dict)}
     assert set(arrays) == names | {f"{m}.{part}" for m in modules for part in ("weight", "scales", "biases")}
     extract(variant(name), tmp_path / "f32", dtype="f32")

@@ -20,19 +20,19 @@ from helpers.variant_files import STORED, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import convert, extract
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.activation import Activation
 from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.codes import with_codes
+from mtp_extract.checkpoint.codes import attach_codes
 from mtp_extract.checkpoint.files import read_header, write_file
-from mtp_extract.checkpoint.stored import Stored
-from mtp_extract.checkpoint.weight import Steps, Weight, has_exact_steps, of_codes, row_codes
+from mtp_extract.checkpoint.stored import FileWeight
+from mtp_extract.checkpoint.weight import Steps, Weight, center_codes, has_exact_steps, wrap_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
-from mtp_extract.formats import format_named, read_checkpoint
+from mtp_extract.formats import load_format, read_checkpoint
 from mtp_extract.litertlm.storage import Packing
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import build_checkpoint
 
 PACKED = ("mlx", "compressed-tensors", "compressed-tensors-sglang", "gemma")
 GROUPS = (32, 64, 128)
@@ -49,7 +49,7 @@ def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def checkpoint(sample: Path) -> Iterator[Checkpoint]:
     with open_bundle(sample) as opened:
-        yield checkpoint_of(opened.drafter())
+        yield build_checkpoint(opened.read_drafter())
 
 
 def replace_weights(checkpoint: Checkpoint, config: dict[str, Any] | None = None, **tensors: Weight) -> Checkpoint:
@@ -65,12 +65,12 @@ def draw_codes(shape: tuple[int, int], bits: int, block: int, per_tensor: bool =
     sizes = generator.uniform(0.01, 0.1, (shape[0], shape[1] // block)).astype(np.float32)
     if per_tensor:
         sizes[:] = sizes[0, 0]
-    return of_codes(codes, Packing(bits, True), Steps.around_zero(block, sizes))
+    return wrap_codes(codes, Packing(bits, True), Steps.around_zero(block, sizes))
 
 
 def write_and_read(format_: str, checkpoint: Checkpoint, directory: Path) -> Checkpoint:
     directory.mkdir(exist_ok=True)
-    for file in format_named(format_).plan(checkpoint, "codes").files:
+    for file in load_format(format_).plan(checkpoint, "codes").files:
         write_file(directory, file)
     return read_checkpoint(directory)
 
@@ -84,14 +84,14 @@ def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path
     for path in tmp_path.glob("out/*.gguf"):
         by_gguf = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
     with open_bundle(source) as opened:
-        original = checkpoint_of(opened.drafter())
+        original = build_checkpoint(opened.read_drafter())
         assert converted.config == replace(original.config, max_position_embeddings=131072)
-        for role, shape in shapes_of(original.config).items():
-            tensor, actual = original.whole().tensors[role.name], converted.tensors[role.name]
+        for role, shape in list_shapes(original.config).items():
+            tensor, actual = original.complete().tensors[role.name], converted.tensors[role.name]
             assert (actual.scheme is not None) == holds(format_, role.name, tensor, shape)
             expected, most = tensor.array(), 0.0
             if actual.scheme is not None:
-                mine, theirs = row_codes(tensor), row_codes(actual)
+                mine, theirs = center_codes(tensor), center_codes(actual)
                 np.testing.assert_array_equal(mine.codes(), theirs.codes(), err_msg=role.name)
                 scales, exact_scales = (np.repeat(c.steps.size, c.steps.block, axis=1) for c in (theirs, mine))
                 if format_ == "gguf":
@@ -109,7 +109,7 @@ def test_codes_and_scales_are_the_files(coded: tuple[Path, Path], tmp_path: Path
 def holds(format_: str, role: str, tensor: Weight, shape: tuple[int, ...]) -> bool:
     """State again, without the package's tables, whether a format can hold the codes of a matrix."""
     try:
-        block = row_codes(tensor).steps.block
+        block = center_codes(tensor).steps.block
     except NoCodesError:
         return False
     is_whole, is_grouped = block == shape[1], any(block % group == 0 for group in GROUPS)
@@ -162,7 +162,7 @@ def test_blocks_of_every_size(checkpoint: Checkpoint, tmp_path: Path, format_: s
         "post_projection": draw_codes((256, 64), bits, 64, per_tensor=True),
     }
     coded = replace_weights(checkpoint, {"backbone_hidden_size": 256}, **new)
-    how = format_named(format_).plan(coded, "codes").stored["pre_projection"].how
+    how = load_format(format_).plan(coded, "codes").stored["pre_projection"].how
     converted = write_and_read(format_, coded, tmp_path)
     assert (how == "codes") == (block == 512 or (block >= 32 and format_ != "gemma"))
     if how == "codes":
@@ -174,7 +174,7 @@ def test_blocks_of_every_size(checkpoint: Checkpoint, tmp_path: Path, format_: s
 
 def test_codes_beside_are_of_what_is_in_floats(tmp_path: Path) -> None:
     extract(variant("torch_asymmetric"), tmp_path / "out", format="mlx", codes=True)
-    tensors = with_codes(tmp_path / "out", read_checkpoint(tmp_path / "out").tensors)
+    tensors = attach_codes(tmp_path / "out", read_checkpoint(tmp_path / "out").tensors)
     stored = {name.rpartition(".")[0] for name in load_file(tmp_path / "out" / "codes" / "codes.safetensors")}
     assert "pre_projection.weight" in stored and "model.embed_tokens.weight" not in stored
     assert all(tensor.scheme is not None for tensor in tensors.values() if len(tensor.shape) == 2)
@@ -186,7 +186,9 @@ def test_gemma_holds_static_scales(tmp_path: Path, name: str) -> None:
     assert any("Static scales of activations are held" in note for note in result.notes)
     checkpoint = read_checkpoint(tmp_path / "out")
     with open_bundle(variant(name)) as opened:
-        expected = {role: pair for role, pair in checkpoint_of(opened.drafter()).activations.items() if any(pair)}
+        expected = {
+            role: pair for role, pair in build_checkpoint(opened.read_drafter()).activations.items() if any(pair)
+        }
     assert set(checkpoint.activations) == set(expected) != set()
     for role, pair in expected.items():
         stored_scales = [a and np.float32(a.scale) for a in checkpoint.activations[role]]
@@ -200,7 +202,7 @@ def test_static_scales_that_are_not_around_zero(checkpoint: Checkpoint) -> None:
     odd, plain, wide = Activation("int8", 0.5, 3), Activation("int8", 0.25, 0), Activation("int16", 0.5, 0)
     pairs = {"pre_projection": (odd, plain), "post_projection": (plain, plain)}
     weights, wide_weights = (
-        format_named("gemma").plan(replace(checkpoint, activations=activations), "codes").files[0]
+        load_format("gemma").plan(replace(checkpoint, activations=activations), "codes").files[0]
         for activations in (pairs, {"lm_head": (wide, None)})
     )
     assert len(weights.notes) == 2 and "Activations of pre_projection are not rounded" in weights.notes[1]
@@ -214,7 +216,7 @@ def test_static_scales_that_are_not_around_zero(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize("format_", PACKED)
 def test_a_drafter_of_floats_is_refused(extracted: Path, format_: str) -> None:
     with pytest.raises(UnsupportedError, match=f"The {format_} format needs matrices of integers"):
-        assert format_named(format_).plan(read_checkpoint(extracted), "codes").files
+        assert load_format(format_).plan(read_checkpoint(extracted), "codes").files
 
 
 @pytest.mark.parametrize("format_", PACKED)
@@ -226,12 +228,12 @@ def test_an_ordered_head_of_floats_is_kept(
     save_file({"order": np.random.default_rng(0).permutation(512)}, ordering)
     new = {
         "ordered_head__centroids": draw_codes((8, 64), 4, 64),
-        "ordered_head__token_ordering": Stored(ordering, read_header(ordering)["order"], "order"),
+        "ordered_head__token_ordering": FileWeight(ordering, read_header(ordering)["order"], "order"),
     }
     coded = replace_weights(checkpoint, {"ordered_head": head}, **new)
     if format_ != "compressed-tensors-sglang":
         with pytest.raises(UnsupportedError, match="lm_head: an ordered head picks rows of floats"):
-            assert format_named(format_).plan(coded, "codes").files
+            assert load_format(format_).plan(coded, "codes").files
     mixed = replace_weights(coded, lm_head=read_checkpoint(extracted).tensors["lm_head"])
     converted = write_and_read(format_, mixed, tmp_path / "out")
     assert converted.config.ordered_head == head

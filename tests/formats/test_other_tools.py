@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from mtp_extract import convert, extract
 from mtp_extract.errors import CheckpointError
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.pipeline.check import ReadDirectory
+from mtp_extract.pipeline.check import CheckpointDirectory
 
 INDEX = "model.safetensors.index.json"
 
@@ -56,7 +56,7 @@ def test_googles_12b_assistant_is_read(tmp_path: Path) -> None:
     model = transformers.Gemma4UnifiedAssistantForCausalLM(transformers.AutoConfig.for_model(**config)).eval()
     model.save_pretrained(tmp_path / "12b")
     assert json.loads((tmp_path / "12b/config.json").read_text())["text_config"]["model_type"] == "gemma4_unified_text"
-    drafter = ReadDirectory.of(tmp_path / "12b")
+    drafter = CheckpointDirectory.of(tmp_path / "12b")
     assert drafter.checkpoint.notes == ()
     kv = drafter.checkpoint.mtp.kv_layers
     assert (kv["sliding_attention"].num_kv_heads, kv["full_attention"].num_kv_heads) == (4, 1)
@@ -73,7 +73,7 @@ def test_weights_in_parts_are_read(saved: Path, tmp_path: Path, count: int, has_
     weight_map = split_weights(saved, count)
     if has_index:
         write_index(saved, weight_map)
-    drafter = ReadDirectory.of(saved)
+    drafter = CheckpointDirectory.of(saved)
     assert drafter.checkpoint.notes == () and drafter.sums.keys() == set(weight_map.values())
     for role, weight in expected.tensors.items():
         assert np.array_equal(drafter.checkpoint.tensors[role].array(), weight.array()), role
@@ -82,15 +82,15 @@ def test_weights_in_parts_are_read(saved: Path, tmp_path: Path, count: int, has_
 def test_parts_that_transformers_saves_are_read(tmp_path: Path) -> None:
     random_assistant(GEOMETRIES["ordered"]).save_pretrained(tmp_path, max_shard_size=4000)
     assert (tmp_path / INDEX).is_file() and len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert ReadDirectory.of(tmp_path).checkpoint.notes == ()
+    assert CheckpointDirectory.of(tmp_path).checkpoint.notes == ()
 
 
 def test_an_index_beside_one_file_is_read_or_passed_over(saved: Path) -> None:
     """MLX's converters always write one; another that names other files is what some engines would go by."""
     write_index(saved, dict.fromkeys(load_file(saved / "model.safetensors"), "model.safetensors"))
-    assert ReadDirectory.of(saved).checkpoint.notes == ()
+    assert CheckpointDirectory.of(saved).checkpoint.notes == ()
     write_index(saved, {"post_projection.weight": "other.safetensors"})
-    assert ReadDirectory.of(saved).checkpoint.notes == (f"Passed over: {INDEX} names another file.",)
+    assert CheckpointDirectory.of(saved).checkpoint.notes == (f"Passed over: {INDEX} names another file.",)
 
 
 def _swap_files(directory: Path, weight_map: dict[str, str]) -> object:
@@ -122,7 +122,7 @@ def test_an_index_that_lies_is_refused_in_one_line(saved: Path, case: str) -> No
     change, message = HOSTILE[case]
     write_index(saved, change(saved, split_weights(saved, 2)))
     with pytest.raises(CheckpointError, match=message) as caught:
-        ReadDirectory.of(saved)
+        CheckpointDirectory.of(saved)
     assert str(saved) in str(caught.value) and str(caught.value).isprintable()
 
 
@@ -132,7 +132,7 @@ def test_a_part_that_is_missing_is_named_by_its_tensors(saved: Path) -> None:
     (saved / missing).unlink()
     first = min(name for name, file in weight_map.items() if file == missing)
     with pytest.raises(CheckpointError, match=f"{re.escape(first)}: expected a tensor, found none"):
-        ReadDirectory.of(saved)
+        CheckpointDirectory.of(saved)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -156,14 +156,14 @@ def test_codes_that_mlx_made_itself_are_read_as_its_numbers(sample: Path, tmp_pa
     mx.save_safetensors(str(tmp_path / "mlx/model.safetensors"), tensors, {"format": "mlx"})
     write_index(tmp_path / "mlx", dict.fromkeys(tensors, "model.safetensors"))
     assert str(tensors[f"{packed[0]}.scales"].dtype) == "mlx.core.bfloat16"
-    checkpoint = ReadDirectory.of(tmp_path / "mlx").checkpoint
+    checkpoint = CheckpointDirectory.of(tmp_path / "mlx").checkpoint
     assert checkpoint.notes == ()
     for role, module in (("lm_head", "model.embed_tokens"), ("layers.1.gate_proj", "model.layers.1.mlp.gate_proj")):
         np.testing.assert_allclose(checkpoint.tensors[role].array(), expected[module], rtol=2e-6, atol=1e-7)
     entry["mode"] = "mxfp4"
     edit(tmp_path / "mlx", quantization=entry, quantization_config=entry)
     with pytest.raises(CheckpointError, match=r"mode mxfp4"):
-        ReadDirectory.of(tmp_path / "mlx")
+        CheckpointDirectory.of(tmp_path / "mlx")
 
 
 def test_fp8_is_called_so(saved: Path) -> None:
@@ -173,11 +173,11 @@ def test_fp8_is_called_so(saved: Path) -> None:
     scale = {f"{name}_scale": torch.ones(1)}
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, saved / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"found F8_E4M3, which is not read\. Ask for the drafter in such"):
-        ReadDirectory.of(saved)
+        CheckpointDirectory.of(saved)
     save_file(tensors | scale | {name: tensors[name].to(torch.float8_e4m3fn)}, saved / "model.safetensors")
     edit(saved, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     with pytest.raises(CheckpointError, match=r"'fp8'.*another method; it is not read\. Ask for floats in BF16"):
-        ReadDirectory.of(saved)
+        CheckpointDirectory.of(saved)
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q4_1", "Q5_1"])
@@ -186,23 +186,23 @@ def test_a_type_of_gguf_that_is_not_read_is_called_by_its_name(sample: Path, tmp
     with pytest.raises(
         CheckpointError, match=rf"blk\.0\.ffn_up\.weight: .*found {kind} \(and 3 tensors more\), which is not read"
     ):
-        ReadDirectory.of(tmp_path / "x.gguf")
+        CheckpointDirectory.of(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize("arch", ["gemma4_assistant", "gemma4_mtp"])
 def test_a_drafter_for_another_program_is_called_so(sample: Path, tmp_path: Path, arch: str) -> None:
     convert_to_gguf(sample, tmp_path, arch, GGMLQuantizationType.Q8_0)
     with pytest.raises(CheckpointError, match=rf"another program than llama.cpp \(general.architecture {arch}\).*Ask"):
-        ReadDirectory.of(tmp_path / "x.gguf")
+        CheckpointDirectory.of(tmp_path / "x.gguf")
 
 
 def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizationType) -> None:
     """Write the sample's drafter with gguf-py; the ``ffn_up`` matrices have the dtype ``kind``."""
-    from mtp_extract.formats import format_named
+    from mtp_extract.formats import load_format
 
     extract(sample, folder / "d")
     checkpoint = read_checkpoint(folder / "d")
-    (file,) = format_named("gguf").plan(checkpoint, "f32").files
+    (file,) = load_format("gguf").plan(checkpoint, "f32").files
     writer = GGUFWriter(folder / "x.gguf", arch)
     for key, value in file.metadata.items():
         if key == "general.architecture" or key.startswith("mtp_extract."):
@@ -230,12 +230,12 @@ def test_a_head_with_a_gelu_is_called_so_and_nobody_is_told_to_change_it(tmp_pat
     directory = write_head(tmp_path / "d", random_head(head_config()), "eagle3")
     write_index(directory, split_weights(directory, 1))
     edit(directory, architectures=["LlamaEagle3DraftModel"])
-    assert ReadDirectory.of(directory).checkpoint.notes == (
+    assert CheckpointDirectory.of(directory).checkpoint.notes == (
         "Passed over: config.json says architectures ['LlamaEagle3DraftModel'].",
     )
     edit(directory, hidden_act="gelu_pytorch_tanh")
     with pytest.raises(
         CheckpointError, match=r"hidden_act gelu_pytorch_tanh: a gate that is no SiLU.*with silu"
     ) as caught:
-        ReadDirectory.of(directory)
+        CheckpointDirectory.of(directory)
     assert "ndo" not in str(caught.value)

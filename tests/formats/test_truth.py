@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.graph.call import activation_scale
+from mtp_extract.graph.call import read_activation_scale
 
 TRUTH = VARIANTS | STATIC
 MADE = sorted(set(TRUTH) - REFUSED)
@@ -55,7 +55,7 @@ def test_published_shape_is_42_constants(tmp_path: Path) -> None:
 
 def test_static_quantization_of_caches_is_shown() -> None:
     with open_bundle(variant("jax_published")) as opened:
-        walk = opened.drafter().walk
-    grids = [(cache.type_name, activation_scale(cache)) for cache in walk.caches.values()]
+        walk = opened.read_drafter().structure
+    grids = [(cache.type_name, read_activation_scale(cache)) for cache in walk.caches.values()]
     assert all(kind == "INT8" and grid and grid[0] > 0 and grid[1] == 0 for kind, grid in grids)
     assert [layer.key for layer in walk.layers] == [*["kv_cache_k_2"] * 3, "kv_cache_k_3"]

@@ -11,7 +11,7 @@ import pytest
 from ai_edge_litert import schema_py_generated as schema
 from helpers.bases import edited_section
 from helpers.make_bundle import DRAFTER, Part, bundle, code_of, drafter_of, kind, set_buffer
-from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, roles_of
+from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, list_roles
 
 DECODE = 1
 DECODER = "prefill_decode"
@@ -19,11 +19,11 @@ DECODER = "prefill_decode"
 
 def test_every_role_is_found_in_every_signature(sample: Path) -> None:
     found = base(sample)
-    walk = found.walk
+    walk = found.structure
     assert (walk.layers, walk.width, walk.soft_cap, walk.rms_norm_eps) == (6, 64, 30.0, 1e-6)
     absent = {f"layers.{i}.layer_scalar" for i in range(6)}
     absent |= {f"layers.{i}.{name}" for i in (4, 5) for name in ("k_proj", "k_norm", "v_proj")}
-    expected = {role.name for role in roles_of(6, architecture=GEMMA4)} - absent
+    expected = {role.name for role in list_roles(6, architecture=GEMMA4)} - absent
     assert set(found.places) == expected
     for role, places in found.places.items():
         is_for_cache = role in [f"layers.3.{name}" for name in ("pre_attention_norm", "k_proj", "k_norm", "v_proj")]

@@ -15,7 +15,7 @@ from helpers.surgery import Graph
 from proof.test_grids import prove_with
 from seam import MtpExtractError
 
-from mtp_extract.graph.call import activation_scale
+from mtp_extract.graph.call import read_activation_scale
 from mtp_extract.graph.reading import COMPUTED_BY_SCALES
 
 RNG = np.random.default_rng(3)
@@ -74,7 +74,7 @@ def test_int16_has_no_zero_point() -> None:
     (tensor,) = (value.tensor for value in case.flat().outputs.values())
     assert np.abs(case.interpreted()[0]).max() > 8
     with pytest.raises(MtpExtractError, match="zero point 9000"):
-        activation_scale(tensor)
+        read_activation_scale(tensor)
 
 
 def list_rounded_with(place: str, edit: Edit) -> Any:

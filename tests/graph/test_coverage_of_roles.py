@@ -16,13 +16,13 @@ import pytest
 from helpers.first_pair import first_bundle
 from helpers.make_bundle import Memory, code_of, drafter_of, load, pack
 from helpers.make_drafter import DrafterSpec, plain_drafter
-from seam import MtpExtractError, Shard, prove, read, roles_of
+from seam import BundledDrafter, MtpExtractError, list_roles, prove, read
 
 from mtp_extract import extract
 
 LAYERS = {"sample": 4, "plain": 2}
 REPEATED = ("layers.1.", "layers.2.")  # As the sample's first: nothing is taken from those.
-ROLES = [(o, r.name) for o, n in LAYERS.items() for r in roles_of(n) if o == "plain" or r.name[:9] not in REPEATED]
+ROLES = [(o, r.name) for o, n in LAYERS.items() for r in list_roles(n) if o == "plain" or r.name[:9] not in REPEATED]
 PLACE = re.compile(r"op \d+ [A-Z_]+|tensor \d+ |output '|layers\.-?\d+|final_norm|lm_head|p\w+_projection")
 """What a refusal names: an operator, a tensor, an output or a role."""
 
@@ -33,14 +33,14 @@ def make_data(origin: str) -> bytes:
 
 
 @cache
-def read_sound(origin: str) -> Shard:
+def read_sound(origin: str) -> BundledDrafter:
     return read(Memory(make_data(origin)))
 
 
 @cache
 def list_tensors(origin: str) -> dict[str, int]:
     """Role → index of its constant in the main subgraph."""
-    return {role.role: role.tensor.index for role in read_sound(origin).walk.roles if role.tensor is not None}
+    return {role.role: role.tensor.index for role in read_sound(origin).structure.roles if role.tensor is not None}
 
 
 def find_reader(model: Any, tensor: int) -> tuple[Any, int]:
@@ -77,7 +77,7 @@ DAMAGES: dict[str, Callable[[Any, Any, int], object]] = {
 def test_every_role_is_there() -> None:
     """The lists of cases below are complete: every role of the table is a constant of its own in both drafters."""
     for origin, layers in LAYERS.items():
-        assert set(list_tensors(origin)) == {role.name for role in roles_of(layers)}
+        assert set(list_tensors(origin)) == {role.name for role in list_roles(layers)}
         assert len(set(list_tensors(origin).values())) == len(list_tensors(origin))
 
 

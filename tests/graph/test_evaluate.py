@@ -15,7 +15,7 @@ from helpers.make_drafter import DrafterSpec, plain_drafter
 from helpers.one_op import Grid, OneOp, const
 from seam import FormatError, MtpExtractError, UnsupportedError, evaluate, flat
 
-from mtp_extract.graph.evaluate import KERNELS, inputs_of
+from mtp_extract.graph.evaluate import KERNELS, find_input_names
 from mtp_extract.graph.flat import Depends
 
 Array = np.ndarray
@@ -213,7 +213,7 @@ def test_thousands_of_positions_that_are_computed_together_do_not_mix() -> None:
     positions = np.arange(5000, dtype=np.int32)[:, None]
     values = [v for node in graph.nodes for v in node.outputs if v.depends == Depends.POSITION]
     assert {v.producer.kind for v in values if v.producer} >= {"COS", "SIN", "MUL", "LESS"}
-    assert inputs_of(values) == {"input_pos"}
+    assert find_input_names(values) == {"input_pos"}
     together = evaluate(graph, {"input_pos": positions}, values)
     for at in (0, 1, 63, 4096, 4999):
         for alone, table in zip(evaluate(graph, {"input_pos": positions[[at]]}, values), together, strict=True):

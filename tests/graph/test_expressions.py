@@ -34,7 +34,7 @@ def compute(expr: Expr) -> Array:
     if expr.kind == "groups":
         return inner.reshape(-1, parts[1]).sum(1)
     return {"each": np.repeat, "tiled": np.tile, "part": np.take}[expr.kind](
-        inner, expr.chosen if expr.kind == "part" else parts[1]
+        inner, expr.element_ids if expr.kind == "part" else parts[1]
     )
 
 
@@ -43,7 +43,7 @@ def compute_term(term: Term) -> Array:
 
 
 def tanh(expressions: Expressions, term: Term) -> Term:
-    return Term(1.0, expressions.expr("function", "TANH", term.factor, term.expr, size=term.expr.size), term.ids)
+    return Term(1.0, expressions.make_expr("function", "TANH", term.factor, term.expr, size=term.expr.size), term.ids)
 
 
 def move(term: Term, ids: Array) -> Term:
@@ -51,7 +51,7 @@ def move(term: Term, ids: Array) -> Term:
 
 
 def sum_rows(expressions: Expressions, term: Term) -> Term:
-    sums = expressions.groups(term, term.ids.shape[-1], mean=False)
+    sums = expressions.sum_groups(term, term.ids.shape[-1], mean=False)
     return move(sums, sums.ids.reshape(*term.ids.shape[:-1], 1))
 
 
@@ -64,7 +64,9 @@ STEPS = st.tuples(
 
 def run(expressions: Expressions, steps: Sequence[Step]) -> list[tuple[Term, Array]]:
     """Run a small program; return each of its values as a term and as NumPy computes it."""
-    terms = [Term(1.0, expressions.expr("input", n, size=s), np.arange(s).reshape(1, -1, 3)) for n, s in SIZES.items()]
+    terms = [
+        Term(1.0, expressions.make_expr("input", n, size=s), np.arange(s).reshape(1, -1, 3)) for n, s in SIZES.items()
+    ]
     known = [(term, NUMBERS[name].reshape(1, -1, 3)) for term, name in zip(terms, SIZES, strict=True)]
     for kind, first, second, third in steps:
         (left, x), (right, y) = known[first % len(known)], known[second % len(known)]
@@ -75,7 +77,7 @@ def run(expressions: Expressions, steps: Sequence[Step]) -> list[tuple[Term, Arr
                 sign = 1 if kind == "add" else -1
                 term = expressions.multiply(left, right) if kind == "mul" else expressions.add(left, right, sign)
             elif kind == "number":
-                term, numbers = expressions.multiply(left, expressions.number(third + 0.5)), x * (third + 0.5)
+                term, numbers = expressions.multiply(left, expressions.make_number(third + 0.5)), x * (third + 0.5)
             elif kind == "square":
                 term, numbers = expressions.multiply(left, left), x * x
             elif kind == "tanh":
@@ -113,7 +115,7 @@ def test_terms_are_what_numpy_computes(steps: list[Step]) -> None:
 
 
 def terms(expressions: Expressions) -> list[Term]:
-    return [expressions.vector("input", name, size=6) for name in "abe"]
+    return [expressions.make_vector("input", name, size=6) for name in "abe"]
 
 
 def mul(expressions: Expressions, *operands: Term) -> Term:
@@ -129,16 +131,16 @@ def mul(expressions: Expressions, *operands: Term) -> Term:
         (lambda m, a, b, c: m.multiply(a, b), lambda m, a, b, c: m.multiply(b, a)),
         (lambda m, a, b, c: mul(m, mul(m, a, b), c), lambda m, a, b, c: mul(m, a, mul(m, c, b))),
         (lambda m, a, b, c: m.add(a, b), lambda m, a, b, c: m.add(b, a)),
-        (lambda m, a, b, c: m.power(m.multiply(a, a), 1), lambda m, a, b, c: m.power(a, 2)),
-        (lambda m, a, b, c: mul(m, a, a, a), lambda m, a, b, c: m.power(a, 3)),
-        (lambda m, a, b, c: m.add(a, a), lambda m, a, b, c: m.multiply(a, m.number(2.0))),
+        (lambda m, a, b, c: m.raise_to(m.multiply(a, a), 1), lambda m, a, b, c: m.raise_to(a, 2)),
+        (lambda m, a, b, c: mul(m, a, a, a), lambda m, a, b, c: m.raise_to(a, 3)),
+        (lambda m, a, b, c: m.add(a, a), lambda m, a, b, c: m.multiply(a, m.make_number(2.0))),
         (lambda m, a, b, c: tanh(m, move(a, a.ids[2:5])), lambda m, a, b, c: move(tanh(m, a), a.ids[2:5])),
     ],
 )
 def test_equal_functions_are_the_same_object(left: Callable[..., Term], right: Callable[..., Term]) -> None:
     expressions = Expressions()
     pair = left(expressions, *terms(expressions)), right(expressions, *terms(expressions))
-    parts = [expressions.part(term.expr, term.ids) for term in pair]
+    parts = [expressions.take_elements(term.expr, term.ids) for term in pair]
     assert parts[0] is parts[1]
     assert pair[0].factor == pair[1].factor
 
@@ -156,7 +158,7 @@ def test_different_functions_are_different_objects() -> None:
         tanh(expressions, a),
     ]
     different += [expressions.add(expressions.add(a, b), c), tanh(expressions, expressions.add(a, b))]
-    different += [expressions.groups(a, width, mean=True) for width in (2, 3)]
+    different += [expressions.sum_groups(a, width, mean=True) for width in (2, 3)]
     assert len({term.expr for term in different}) == len(different)
 
 
@@ -171,15 +173,17 @@ def test_roots_are_taken_of_positive_terms_only() -> None:
     """Such as a mean of squares plus an epsilon; without the epsilon, minus it, or of no squares, it is refused."""
     expressions = Expressions()
     a, b, _ = terms(expressions)
-    squares = expressions.groups(expressions.multiply(a, a), 6, mean=True)
-    expressions.power(expressions.add(squares, expressions.number(1e-6)), -0.5)
+    squares = expressions.sum_groups(expressions.multiply(a, a), 6, mean=True)
+    expressions.raise_to(expressions.add(squares, expressions.make_number(1e-6)), -0.5)
     for term in (
         squares,
-        expressions.add(squares, expressions.number(-1e-6)),
-        expressions.add(squares, expressions.number(1e-6), -1),
-        expressions.add(expressions.groups(expressions.multiply(a, b), 6, mean=True), expressions.number(1e-6)),
-        expressions.multiply(expressions.add(squares, expressions.number(1e-6)), expressions.number(-1.0)),
+        expressions.add(squares, expressions.make_number(-1e-6)),
+        expressions.add(squares, expressions.make_number(1e-6), -1),
+        expressions.add(
+            expressions.sum_groups(expressions.multiply(a, b), 6, mean=True), expressions.make_number(1e-6)
+        ),
+        expressions.multiply(expressions.add(squares, expressions.make_number(1e-6)), expressions.make_number(-1.0)),
         a,
     ):
         with pytest.raises(UnreadableError):
-            expressions.power(term, -0.5)
+            expressions.raise_to(term, -0.5)

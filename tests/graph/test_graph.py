@@ -13,14 +13,14 @@ from helpers.make_bundle import Memory, code_of, kind, load, pack
 from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.variant_files import HERE, REFUSED, VARIANTS, variant
 from seam import (
-    FORMATS,
+    MTP_FORMATS,
+    BundledDrafter,
     MtpExtractError,
-    Shard,
     UnsupportedError,
+    list_roles,
+    load_role_table,
     prove,
     read,
-    role_table,
-    roles_of,
 )
 from seam import RopeConfig as Rope
 
@@ -31,7 +31,7 @@ GEOMETRY = json.loads((HERE / "variants" / "geometry.json").read_text())
 """What the record says of the usual variant, and by name of a variant what is otherwise."""
 
 
-def read_variant(name: str) -> Shard:
+def read_variant(name: str) -> BundledDrafter:
     return read(variant(name))
 
 
@@ -43,34 +43,36 @@ def test_geometry(name: str) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_roles_are_complete_and_unique(name: str) -> None:
     drafter = read_variant(name)
-    roles = Counter(r.role for r in drafter.walk.roles)
+    roles = Counter(r.role for r in drafter.structure.roles)
     assert max(roles.values()) == 1
-    expected = {r.name for r in roles_of(4)}
+    expected = {r.name for r in list_roles(4)}
     without_scalars = {r for r in expected if not r.endswith("layer_scalar")}
     scalars = set(roles) - without_scalars
     assert set(roles) - scalars == without_scalars
     assert scalars in (set(), expected - without_scalars)
     # No constant plays two roles, but for those that equal values share.
     shared = Counter(
-        (r.tensor.index, r.role.split(".")[-1]) for r in drafter.walk.roles if r.tensor and r.tensor.elements > 1
+        (r.tensor.index, r.role.split(".")[-1]) for r in drafter.structure.roles if r.tensor and r.tensor.elements > 1
     )
     assert {role for (_, role), count in shared.items() if count > 1} <= {"q_norm"}
 
 
 def test_shared_q_norm_is_one_constant() -> None:
-    tensors = {r.role: r.tensor for r in read_variant("jax_published_noscalar").walk.roles if r.role.endswith("q_norm")}
+    tensors = {
+        r.role: r.tensor for r in read_variant("jax_published_noscalar").structure.roles if r.role.endswith("q_norm")
+    }
     assert tensors["layers.0.q_norm"] is tensors["layers.1.q_norm"] is tensors["layers.2.q_norm"]
     assert tensors["layers.3.q_norm"] is not tensors["layers.0.q_norm"]
 
 
 def test_weights_of_one_that_were_folded_away_are_ones() -> None:
-    norms = [r for r in read_variant("torch_unit_plain_norm").walk.roles if "norm" in r.role]
+    norms = [r for r in read_variant("torch_unit_plain_norm").structure.roles if "norm" in r.role]
     assert norms
     assert all(r.tensor is None for r in norms)
 
 
 def test_folded_soft_cap_is_divided_out() -> None:
-    head = next(r for r in read_variant("torch_folded_softcap").walk.roles if r.role == "lm_head")
+    head = next(r for r in read_variant("torch_folded_softcap").structure.roles if r.role == "lm_head")
     assert head.factor == pytest.approx(1 / 30, rel=1e-12)
 
 
@@ -116,12 +118,12 @@ def test_unknown_names_neither_confirm_nor_contradict() -> None:
 
 
 def test_role_table() -> None:
-    table = role_table()
+    table = load_role_table()
     columns = {column for r in table for column in r.names}
-    assert columns <= FORMATS.keys() and {"transformers", "litert", "gguf"} <= columns
+    assert columns <= MTP_FORMATS.keys() and {"transformers", "litert", "gguf"} <= columns
     for values in ([r.name for r in table], *([r.names[c] for r in table if c in r.names] for c in columns)):
         assert len(set(values)) == len(values)
-    names = [r.name for r in roles_of(4)]
+    names = [r.name for r in list_roles(4)]
     assert len(names) == 48
     assert not any("{i}" in n for n in names)
     assert all(re.compile(p) for r in table for p in (*r.published_names, *r.also_seen))

@@ -11,7 +11,7 @@ from helpers.make_drafter import DrafterSpec, plain_model
 from helpers.surgery import Graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof.test_proof import of
+from proof.test_proof import load_case
 from seam import MtpExtractError, evaluate, flat, read
 
 from mtp_extract.graph.flat import Depends, FlatGraph, Value
@@ -101,7 +101,7 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
     decided = [v for node in graph.nodes for v in node.outputs if not v.depends & Depends.DATA]
     for value in decided:
         try:
-            alike = masks.rows_are_alike([value])
+            alike = masks.are_rows_alike([value])
         except MtpExtractError:
             continue  # an integer overflows
         if alike and value.tensor.elements in (1, SLOTS):
@@ -123,7 +123,7 @@ def test_rows_that_differ_are_never_called_alike(steps: list[Step]) -> None:
 )
 def test_lines_are_followed(steps: list[Step], alike: bool) -> None:
     graph = build_graph(steps)
-    assert Masks(graph, Positions(graph)).rows_are_alike(graph.nodes[-1].outputs) is alike
+    assert Masks(graph, Positions(graph)).are_rows_alike(graph.nodes[-1].outputs) is alike
 
 
 NOT_ALIKE = ["positions/window_of_all_at_37", "positions/window_late_at_37", "tables/window_table_row_37"]
@@ -132,13 +132,13 @@ NOT_ALIKE += ["fourth: large integers/slot_100_late"]
 
 def has_alike_rows(source: Any) -> bool:
     drafter = read(source)
-    masks = Masks(drafter.graph, drafter.walk.reading.positions)
-    return all(masks.rows_are_alike(layer.attention.mask_values) for layer in drafter.walk.layers)
+    masks = Masks(drafter.graph, drafter.structure.reading.positions)
+    return all(masks.are_rows_alike(layer.attention.mask_values) for layer in drafter.structure.layers)
 
 
 @pytest.mark.parametrize("label", NOT_ALIKE)
 def test_a_change_of_one_row_is_no_shift(label: str) -> None:
-    assert not has_alike_rows(of(label))
+    assert not has_alike_rows(load_case(label))
 
 
 def test_sound_rows_are_alike(sample: Any) -> None:

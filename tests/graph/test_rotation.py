@@ -15,7 +15,7 @@ from seam import MtpExtractError, RoleError, read
 from mtp_extract.graph.expressions import Expressions
 from mtp_extract.graph.forms import QueryTerms, ScoreRows
 from mtp_extract.graph.mask_trees import SCORE
-from mtp_extract.graph.rotation import Rotation, rotation_of
+from mtp_extract.graph.rotation import Rotation, read_rotation
 
 WIDTH, HEADS, SLOTS = 8, 4, 300
 
@@ -27,13 +27,13 @@ class Tables:
         self.slots, self.count = len(angles), 1 + 2 * angles.shape[1]
         self.table = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
-    def values_of(self, elements: Any) -> list[Any]:
+    def find_values(self, elements: Any) -> list[Any]:
         return [self]
 
-    def elements(self, value: Any) -> np.ndarray:
+    def number_elements(self, value: Any) -> np.ndarray:
         return np.arange(1, self.count)
 
-    def at(self, positions: Any, values: Any, *, last_bits: int) -> Any:
+    def evaluate_in_batches(self, positions: Any, values: Any, *, last_bits: int) -> Any:
         assert not last_bits
         yield positions, [self.table[positions]]
 
@@ -47,13 +47,13 @@ def build_scores(amplitude: float = 1.0, heads: int = HEADS) -> ScoreRows:
     number = np.broadcast_to(
         amplitude * np.stack([np.ones(WIDTH), np.where(dimension < half, -1, 1)], -1), element.shape
     )
-    query = Expressions().expr("input", "q", size=WIDTH * heads)
+    query = Expressions().make_expr("input", "q", size=WIDTH * heads)
     head = np.arange(heads) // 2
     return ScoreRows("k", (1, 2, 3), head, QueryTerms.of(query, number, element, by), SCORE)
 
 
 def read_scores(rows: ScoreRows, angles: np.ndarray) -> Rotation:
-    return rotation_of("layers.0", rows, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
+    return read_rotation("layers.0", rows, HEADS, 2, Tables(angles))  # type: ignore[arg-type]
 
 
 @given(st.floats(100, 1e7), st.sampled_from([1.0, 0.5, 0.25]), st.floats(0.01, 4))
@@ -63,7 +63,7 @@ def test_frequencies_and_amplitude_are_recovered(theta: float, share: float, amp
     wanted = np.where(np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0)
     rotation = read_scores(build_scores(amplitude), np.arange(SLOTS)[:, None] * wanted)
     assert rotation.amplitude == pytest.approx(amplitude)
-    frequencies, doubt = rotation.measured()
+    frequencies, doubt = rotation.measure_frequencies()
     assert (np.abs(frequencies - wanted) <= doubt + 1e-7 * wanted).all()
     assert (frequencies[wanted == 0] == 0).all()
     for positions, coefficients in rotation.at():
@@ -102,14 +102,14 @@ def test_numbers_that_are_not_finite_are_an_error_of_ours() -> None:
     angles = np.arange(SLOTS)[:, None] * 10.0 ** -np.arange(4)
     angles[64] = np.nan
     with pytest.raises(MtpExtractError):
-        read_scores(build_scores(), angles).measured()
+        read_scores(build_scores(), angles).measure_frequencies()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 17])
 def test_few_positions_say_what_they_can(slots: int) -> None:
     model = plain_model(DrafterSpec(cache=slots))
     try:
-        layers = read(Memory(pack(model))).walk.layers
+        layers = read(Memory(pack(model))).structure.layers
     except MtpExtractError:
         assert slots < 3
     else:

@@ -16,15 +16,15 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor, nn
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.architecture import Architecture
-from mtp_extract.architecture.roles import MATRIX, NORM, Role, Shapes, with_shapes
+from mtp_extract.architecture.roles import MATRIX, NORM, Role, Shapes, resolve_shapes
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.documents import compare_document, read_object
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import OutputFile, json_text
+from mtp_extract.checkpoint.files import OutputFile, format_json
 from mtp_extract.checkpoint.format import Plan, StoredAs, store_all, store_floats
-from mtp_extract.checkpoint.stored import Stored, common_dtype
+from mtp_extract.checkpoint.stored import FileWeight, find_common_dtype
 from mtp_extract.checkpoint.weight import Weight
 from mtp_extract.drafter.network import DrafterNetwork, RMSNorm
 from mtp_extract.drafter.protocol import BaseRequirements, RoundStart
@@ -58,7 +58,7 @@ ROLES = (
 
 
 def bigram_shapes(config: BigramConfig) -> Shapes:
-    return with_shapes(ROLES, {"vocab": config.vocab_size, "hidden": config.hidden_size}, num_heads=0, head_dims=[0])
+    return resolve_shapes(ROLES, {"vocab": config.vocab_size, "hidden": config.hidden_size}, num_heads=0, head_dims=[0])
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class BigramFormat:
         config = checkpoint.config
         assert isinstance(config, BigramConfig)
         stored = store_all(self.store, checkpoint, dtype)
-        roles = {role.names[NAME]: role.name for role in shapes_of(config)}
+        roles = {role.names[NAME]: role.name for role in list_shapes(config)}
         tensors = tuple(stored[role].tensor(name) for name, role in roles.items())
         document = self.document(config, DTYPES[dtype].transformers)
-        files = OutputFile(self.weights_file, tensors), OutputFile(self.marker, text=json_text(document))
+        files = OutputFile(self.weights_file, tensors), OutputFile(self.marker, text=format_json(document))
         return Plan(self.name, checkpoint, dtype, stored, roles, files)
 
     def document(self, config: BigramConfig, dtype: str) -> dict[str, Any]:
@@ -127,15 +127,15 @@ class BigramFormat:
     def read(self, directory: Path) -> Checkpoint:
         path = directory / self.marker
         document = read_object(path)
-        with reading.naming(path):
-            fields = reading.fields_of(document, _Read)
+        with reading.attribute_errors_to(path):
+            fields = reading.parse_fields(document, _Read)
         config = BigramConfig(fields.backbone_hidden_size, fields.hidden_size, fields.vocab_size)
         unread = compare_document(path, document, self.document(config, ""))
         stored = reading.read_weights(directory, self.weights_file)
-        expected = {role.names[NAME]: (shape, reading.FLOAT_DTYPES) for role, shape in shapes_of(config).items()}
+        expected = {role.names[NAME]: (shape, reading.FLOAT_DTYPES) for role, shape in list_shapes(config).items()}
         reading.check_tensors(directory / self.weights_file, expected, stored)
-        tensors = {role.name: Stored(*stored[role.names[NAME]], role.names[NAME]) for role in shapes_of(config)}
-        return Checkpoint(config, MappingProxyType(tensors), common_dtype(tensors.values()), unread=unread)
+        tensors = {role.name: FileWeight(*stored[role.names[NAME]], role.names[NAME]) for role in list_shapes(config)}
+        return Checkpoint(config, MappingProxyType(tensors), find_common_dtype(tensors.values()), unread=unread)
 
 
 FORMAT = BigramFormat()

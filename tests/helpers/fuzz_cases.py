@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from ai_edge_litert import schema_py_generated as schema
-from seam import MtpExtractError, Shard, checkpoint_of, format_named, open_bundle, read
+from seam import BundledDrafter, MtpExtractError, build_checkpoint, load_format, open_bundle, read
 
 from helpers.bounds import TooLongError, bounded
 from helpers.make_bundle import DRAFTER, DTYPES, Memory, Part, bundle, load, pack
@@ -188,10 +188,10 @@ class Planned:
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, drafter: Shard) -> Planned:
-        plan = format_named("transformers").plan(checkpoint_of(drafter), "f32")
+    def of(cls, drafter: BundledDrafter) -> Planned:
+        plan = load_format("transformers").plan(build_checkpoint(drafter), "f32")
         values = {role: stored_as.weight.array() for role, stored_as in plan.stored.items()}
-        tensors = {role.role: role.tensor.index for role in drafter.walk.roles if role.tensor is not None}
+        tensors = {role.role: role.tensor.index for role in drafter.structure.roles if role.tensor is not None}
         return cls(values, tensors, json.loads(plan.files[1].text)["text_config"])
 
 
@@ -219,7 +219,7 @@ def independent(data: bytes, index: int) -> npt.NDArray[np.float32]:
     return real
 
 
-def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
+def wrong(drafter: BundledDrafter, planned: Planned, data: bytes) -> str | None:
     """What of a result is not what the damaged bytes say; None when all of it is."""
     expected = sound(drafter.config.num_layers)
     changed = {key for key, value in expected.config.items() if planned.config[key] != value}
@@ -227,7 +227,7 @@ def wrong(drafter: Shard, planned: Planned, data: bytes) -> str | None:
         return f"config.json has other values of {sorted(changed)}"
     tensors, region = planned.tensors, drafter.model.region
     # The head's factor is what its soft cap's two numbers leave over; damaged, they leave something over.
-    factors = {role.role: role.factor for role in drafter.walk.roles}
+    factors = {role.role: role.factor for role in drafter.structure.roles}
     for role, found in planned.values.items():
         if not np.isfinite(found).all():
             return f"{role} is not finite"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
 from mtp_extract.formats.eagle3 import EAGLE, SPECULATORS
 
-LAYOUTS = {layout.name: layout.document for layout in (EAGLE, SPECULATORS)}
+LAYOUTS = {layout.name: layout.build_config for layout in (EAGLE, SPECULATORS)}
 
 
 # What the loaders ask for, read in their sources: vLLM 0.33.0 model_executor/models/llama_eagle3.py (names before its
@@ -94,7 +94,7 @@ def write_head(directory: Path, head: Eagle3Drafter, layout: str = "eagle3", *, 
     """``head`` as its trainers write it, F32."""
     directory.mkdir()
     state = head.state_dict()
-    tensors = {role.names[layout]: state[role.path].contiguous() for role in shapes_of(head.config)}
+    tensors = {role.names[layout]: state[role.path].contiguous() for role in list_shapes(head.config)}
     if head.config.reduced and marks:
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         tensors["t2d"][head.targets] = True

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import transformers
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.drafter.network import with_weights
+from mtp_extract.drafter.network import build_network
 from mtp_extract.speculate.loop import SpeculativeGenerator
 
 PROMPTS = (
@@ -95,9 +95,9 @@ def random_base(seed: int = 0, **changes: Any) -> Any:
 
 def drafter_from(config: DrafterConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> MtpDrafter:
     """Of an assistant's tensors, under the names that transformers gives them."""
-    roles = shapes_of(config)
+    roles = list_shapes(config)
     state = {role.path: tensors[role.names["transformers"]] for role in roles}
-    return with_weights(
+    return build_network(
         MtpDrafter, config, {path: t.to(dtype) if t.is_floating_point() else t.long() for path, t in state.items()}
     )
 

@@ -20,10 +20,10 @@ class Recorder(Reporter):
     def say(self, text: str) -> None:
         self.lines.append(text)
 
-    def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+    def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
         self.parts.append((part, number, total))
 
-    def measured(self, result: object) -> None:
+    def report_result(self, result: object) -> None:
         self.results.append(result)
 
     def is_stopped(self) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 import fastjsonschema
 
-from mtp_extract.schemas import schema
+from mtp_extract.schemas import build_schema
 
 
 @cache
 def validator(name: str) -> Callable[[Any], Any]:
     """Raises ``fastjsonschema.JsonSchemaValueException`` for what is not according to the schema."""
-    matches: Callable[[Any], Any] = fastjsonschema.compile(_draft7(schema(name)))
+    matches: Callable[[Any], Any] = fastjsonschema.compile(_draft7(build_schema(name)))
     return matches
 
 

@@ -30,7 +30,7 @@ def one_step(
 ) -> Outputs:
     """Of ``inputs`` [batch, queries, 2 · base width], embeddings then hidden states."""
     embedding, hidden = inputs.chunk(2, dim=-1)
-    state = MtpState(lambda _: embedding, hidden, drafter.views(shared_kv, position_ids, masks))
+    state = MtpState(lambda _: embedding, hidden, drafter.build_views(shared_kv, position_ids, masks))
     logits, after = drafter.step(state, position_ids)
     return Outputs(logits, after.hidden)
 

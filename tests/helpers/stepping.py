@@ -11,26 +11,26 @@ import torch
 
 from mtp_extract.drafter.protocol import Drafter, RoundStart
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, targets_of
+from mtp_extract.speculate.teacher import Agreement, Text, gather_targets
 
 
 @torch.inference_mode()
 def teacher_forced_by_stepping(base: Base, drafter: Drafter, texts: Sequence[Text], steps: int) -> Agreement:
     parts = [part for index, text in enumerate(texts) for part in _stepping(base, drafter, index, text, steps)]
-    return Agreement.joined(parts)
+    return Agreement.from_parts(parts)
 
 
 def _stepping(base: Base, drafter: Drafter, index: int, text: Text, steps: int) -> Iterator[Agreement]:
     if not text.anchors:
         return
     first = text.anchors[0]
-    layers, cache = drafter.needs.layers, base.new_cache()
+    layers, cache = drafter.needs.layers, base.build_cache()
     tokens = torch.tensor([text.tokens], device=base.device)
     fed = base.keep(cache, base.feed(tokens[:, :first], layers, cache), range(first))
     previous = None
     for anchor in text.anchors:
         position = torch.tensor([[anchor]])
-        aim = targets_of([text], position, steps)
+        aim = gather_targets([text], position, steps)
         pending = tokens[:, anchor : anchor + 1]
         state = drafter.start(RoundStart(fed, position.to(base.device), base.embed, previous))
         previous = state

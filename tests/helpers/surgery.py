@@ -465,7 +465,7 @@ def _other(op: Any, tensor: int) -> int:
 @cache
 def _base(style: str, layers: tuple[int, ...]) -> bytes:
     data = variant(STYLES[style]).read_bytes()
-    roles = read(Memory(data)).walk.roles
+    roles = read(Memory(data)).structure.roles
     graph = Graph(load(data), {role.role: role.tensor.index for role in roles if role.tensor is not None})
     _keep_layers(graph, layers)
     graph.tidy()

@@ -20,7 +20,7 @@ import torch
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from safetensors.numpy import save_file
-from seam import GEMMA4, read_base, roles_of
+from seam import GEMMA4, list_roles, read_base
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from helpers.bases import PREFIX, Weights, in_dtype
@@ -35,7 +35,7 @@ def floats() -> Weights:
     """The base's weights, float32, by transformers' name: what the codes of the mobile checkpoint stand for."""
     stored = dict(read_base(MOBILE).weights)
     del stored["lm_head"]  # In floats it is the embedding.
-    names = {role.name: PREFIX + role.names["transformers"] for role in roles_of(8, architecture=GEMMA4)}
+    names = {role.name: PREFIX + role.names["transformers"] for role in list_roles(8, architecture=GEMMA4)}
     return {names[role]: np.ascontiguousarray(weight.array()) for role, weight in stored.items()}
 
 

@@ -147,7 +147,7 @@ def test_a_vector_count_of_anything(value: int) -> None:
         # An offset is unsigned and leads forwards only: a reader that lets it wrap around comes back to the root.
         struct.pack_into("<I", changed, at, value or ((1 << 32) - (at - root)) & 0xFFFFFFFF)
         with suppress(MtpExtractError):
-            open_bundle(Memory(bytes(changed))).drafter()
+            open_bundle(Memory(bytes(changed))).read_drafter()
 
 
 def test_names_and_values_of_items(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_file_is_called_what_it_is(tmp_path: Path, case: str) -> None:
     path = tmp_path / "gemma-4-E4B-it.litertlm"
     path.write_bytes(data)
     with open_bundle(path) as opened, pytest.raises(NoDrafterError) as caught:
-        opened.drafter()
+        opened.read_drafter()
     message = str(caught.value)
     assert message.startswith(f"{path}: expected a .litertlm bundle or a drafter's .tflite, found {expected}")
     assert message.isprintable()

@@ -23,8 +23,8 @@ from seam import (
     inspect_checkpoint,
     open_bundle,
     open_regular,
+    plan_insertion,
     plan_upload,
-    planned_insertion,
     read_base,
     read_header,
     read_prompts,
@@ -94,7 +94,7 @@ def _change(path: Path, rng: random.Random) -> None:
 
 
 def _insert(place: Path, bundle: Path) -> None:
-    with planned_insertion(place, bundle):
+    with plan_insertion(place, bundle):
         pass
 
 

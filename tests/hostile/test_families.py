@@ -31,11 +31,12 @@ from seam import (
     UnsupportedError,
     base,
     base_module,
+    build_checkpoint,
     bundle_module,
     check_names,
-    checkpoint_of,
     evaluate,
     flat,
+    list_roles,
     model_of,
     open_bundle,
     parse_address,
@@ -46,7 +47,6 @@ from seam import (
     read_numbers,
     read_prompts,
     roles_module,
-    roles_of,
     write_skeleton,
 )
 
@@ -275,7 +275,7 @@ def test_a_large_constant_of_a_small_file_is_refused() -> None:
 def named_roles(layers: int) -> list[FoundRole]:
     """The roles of a drafter of ``layers`` layers, called as Google calls them."""
     roles = []
-    for role in roles_of(layers):
+    for role in list_roles(layers):
         name = {"lm_head": "decode_softmax/embedder.decode"}.get(role.name)
         if name is None:
             name = role.published_names[0].replace(".*", "x/").partition("(")[0]
@@ -288,9 +288,9 @@ def named_roles(layers: int) -> list[FoundRole]:
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The patterns of names that are tried from now on."""
-    patterns, layers_of = list[str](), roles_module._layers_of
+    patterns, layers_of = list[str](), roles_module._find_layers
     monkeypatch.setattr(
-        roles_module, "_layers_of", lambda pattern, names: patterns.append(pattern) or layers_of(pattern, names)
+        roles_module, "_find_layers", lambda pattern, names: patterns.append(pattern) or layers_of(pattern, names)
     )
     return patterns
 
@@ -338,7 +338,7 @@ def test_a_name_says_the_layer_before_its_own_word() -> None:
         "layer_1_query_norm": set(),
     }
     for name, layers in carried.items():
-        assert roles_module._layers_of("layer_{i}/.*query_norm", [name]) == layers
+        assert roles_module._find_layers("layer_{i}/.*query_norm", [name]) == layers
 
 
 def masked_again(times: int) -> bytes:
@@ -384,9 +384,9 @@ def runtime_masked(slots: int) -> bytes:
 @pytest.mark.parametrize("slots", [64, 98_304, 131_072])
 def test_a_local_mask_that_the_runtime_gives_is_proven_of_long_caches(slots: int) -> None:
     with open_bundle(Memory(runtime_masked(slots))) as opened:
-        drafter = opened.drafter(512 if slots > 64 else 8)
+        drafter = opened.read_drafter(512 if slots > 64 else 8)
         assert [layer.sliding_window for layer in drafter.config.layers] == [512 if slots > 64 else 8, None]
-        proof = prove_checkpoint(drafter, checkpoint_of(drafter))
+        proof = prove_checkpoint(drafter, build_checkpoint(drafter))
     assert proof["mask_rows"]["of"] == slots
 
 

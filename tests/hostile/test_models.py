@@ -21,7 +21,7 @@ from seam import (
     RoleError,
     TruncatedError,
     UnsupportedError,
-    checkpoint_of,
+    build_checkpoint,
     inspect,
     open_bundle,
     read,
@@ -402,5 +402,5 @@ def test_values_are_never_infinite() -> None:
     model = plain_model()
     gate(model).quantization.scale[:] = 9e5
     set_buffer(model, gate(model), np.full(128, -128, np.int8).tobytes())
-    checkpoint = checkpoint_of(read(Memory(pack(model))))
+    checkpoint = build_checkpoint(read(Memory(pack(model))))
     assert np.isfinite(checkpoint.tensors["layers.0.gate_proj"].array()).all()

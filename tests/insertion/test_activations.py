@@ -11,7 +11,7 @@ from helpers.make_bundle import load, pack
 from helpers.variant_files import variant
 
 from mtp_extract.bundle import open_bundle
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 
 STATIC = variant("torch_static8_mix48_kv8")
 
@@ -25,14 +25,14 @@ def read_scales(path: Path) -> dict[str, tuple[float, int, float, int]]:
     with open_bundle(path) as opened:
         return {
             role.role: (role.input.scale, role.input.zero_point, role.output.scale, role.output.zero_point)
-            for role in opened.drafter().walk.roles
+            for role in opened.read_drafter().structure.roles
             if role.input is not None and role.output is not None
         }
 
 
 def test_without_a_base_there_is_a_warning(static: Path, noisy: Path, sample: Path) -> None:
     for source, into, warned in ((static, STATIC, False), (noisy, STATIC, True), (noisy, sample, False)):
-        with planned_insertion(source, into) as plan:
+        with plan_insertion(source, into) as plan:
             assert any("calibrated for the old weights" in note for note in plan.notes) == warned
 
 
@@ -42,7 +42,7 @@ def test_new_scales_are_the_ranges(static: Path, tmp_path: Path) -> None:
     ends = {role: 5 + i / 100 for i, role in enumerate(before)}
     low = {role: 5.0 if role.endswith(("gate_proj", "up_proj")) else end for role, end in ends.items()}
     ranges = {role: ((-low[role], 0.5), (-0.25, ends[role])) for role in before}
-    with planned_insertion(static, STATIC, measure=lambda: ranges) as plan:
+    with plan_insertion(static, STATIC, measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
         assert any("22 matrices were calibrated anew" in note for note in plan.notes)
     expected = {role: (pytest.approx(low[role] / 127), 0, pytest.approx(ends[role] / 127), 0) for role in before}
@@ -56,14 +56,14 @@ def test_zero_points_that_are_none(static: Path, tmp_path: Path) -> None:
     """An asymmetric activation gets scale and zero point; a range of 0 changes nothing."""
     model = load(STATIC.read_bytes())
     with open_bundle(STATIC) as opened:
-        result = next(r.result for r in opened.drafter().walk.roles if r.role == "layers.0.o_proj")
+        result = next(r.result for r in opened.read_drafter().structure.roles if r.role == "layers.0.o_proj")
         assert result is not None and result.producer is not None
-        tensor = result.producer.operand(0).tensors[-1]
+        tensor = result.producer.get_operand(0).tensors[-1]
     model.subgraphs[0].tensors[tensor.index].quantization.zeroPoint = np.array([-7], np.int64)
     (tmp_path / "old.tflite").write_bytes(pack(model))
     zero_range = (0.0, 0.0)
     ranges = {"layers.0.o_proj": ((-1.0, 4.1), zero_range), "layers.1.o_proj": (zero_range, zero_range)}
-    with planned_insertion(static, tmp_path / "old.tflite", measure=lambda: ranges) as plan:
+    with plan_insertion(static, tmp_path / "old.tflite", measure=lambda: ranges) as plan:
         plan.write(tmp_path / "new.tflite")
     before, after = read_scales(tmp_path / "old.tflite"), read_scales(tmp_path / "new.tflite")
     scale, zero_point, *out = after["layers.0.o_proj"]

@@ -33,7 +33,7 @@ from mtp_extract.insertion.comparison import (
     compare_base,
 )
 from mtp_extract.insertion.encoding import AS_FLOATS, KEPT, REQUANTIZED
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.insertion.slots import match_roles
 from mtp_extract.io.assembled import write_copy
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_in_several_files_is_all_there_and_once(sample: Path, tmp_p
 
 def insert_base(base: Path, bundle: Path, out: Path) -> None:
     reporter = Recorder()
-    with planned_insertion(base, bundle, reporter=reporter) as plan:
+    with plan_insertion(base, bundle, reporter=reporter) as plan:
         assert reporter.parts == sorted(reporter.parts) and reporter.parts[-1][1] == reporter.parts[-1][2] > 0
         plan.write(out)
 
@@ -247,11 +247,11 @@ def add_noise(weights: Weights) -> None:
 def test_the_base_that_is_there_changes_nothing(sample: Path, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "new.litertlm"
     for weights, bundle in ((base, sample), (sample_base(), sample_bundle())):
-        with planned_insertion(weights, bundle) as plan:
+        with plan_insertion(weights, bundle) as plan:
             assert {encoding.how for of_role in plan.encodings.values() for encoding in of_role} == {KEPT}
             plan.write(out, overwrite=True)
         assert out.read_bytes() == bundle.read_bytes()
-    with planned_insertion(base_with(tmp_path / "base", dtype="f16"), sample) as plan:
+    with plan_insertion(base_with(tmp_path / "base", dtype="f16"), sample) as plan:
         norms = [
             encoding.how for role, of_role in plan.encodings.items() if role.endswith("norm") for encoding in of_role
         ]
@@ -260,7 +260,7 @@ def test_the_base_that_is_there_changes_nothing(sample: Path, base: Path, tmp_pa
 
 def test_a_tuned_base_is_there_in_every_signature(sample: Path, tmp_path: Path) -> None:
     base, out = base_with(tmp_path / "base", add_noise, shards=2), tmp_path / "new.litertlm"
-    with planned_insertion(base, sample) as plan:
+    with plan_insertion(base, sample) as plan:
         assert {of_role[0].how for role, of_role in plan.encodings.items() if role.endswith("norm")} == {AS_FLOATS}
         assert {of_role[0].how for role, of_role in plan.encodings.items() if role.endswith("proj")} == {REQUANTIZED}
         assert max(encoding.error for of_role in plan.encodings.values() for encoding in of_role) < 0.01
@@ -289,7 +289,7 @@ def test_signatures_that_had_other_scales_get_the_same(sample: Path, tmp_path: P
     changes = scale_of(sample, "layers.1.down_proj", "decode", 5, 1.5)
     bundle, out = patched(tmp_path / "scale.litertlm", changes), tmp_path / "new.litertlm"
     base = base_with(tmp_path / "base", add_noise)
-    with planned_insertion(base, bundle) as plan:
+    with plan_insertion(base, bundle) as plan:
         assert [d.how for d in plan.encodings["layers.1.down_proj"]] == [REQUANTIZED, REQUANTIZED]
         plan.write(out)
     assert compare(out, base).problem is None

@@ -45,7 +45,9 @@ def grid(largest: float) -> Activation:
 
 def test_numbers_beyond_the_grid_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "shipped_prompts", lambda each: (Prompt("code", PROMPT),))
-    monkeypatch.setattr(calibration.Codec, "encode", lambda codec, text, chat_template: (2, *codec.continued(text)))
+    monkeypatch.setattr(
+        calibration.Codec, "encode", lambda codec, text, chat_template: (2, *codec.encode_continuation(text))
+    )
     directory = str(first_base())
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokens = (2, *AutoTokenizer.from_pretrained(directory)(PROMPT, add_special_tokens=False)["input_ids"])

@@ -16,8 +16,8 @@ from helpers.variant_files import variant
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint import stored
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.stored import Stored, StoredTensor
-from mtp_extract.checkpoint.weight import Weight, of_array
+from mtp_extract.checkpoint.stored import FileWeight, TensorPlace
+from mtp_extract.checkpoint.weight import Weight, wrap_array
 from mtp_extract.errors import OutputError
 from mtp_extract.insertion import slots as slots_module
 from mtp_extract.insertion.comparison import DIFFERENT, EQUAL, HALF_STEP, RoleVerdict, compare_slots
@@ -56,8 +56,8 @@ def places() -> Iterator[dict[str, Location]]:
     locations: dict[str, Location] = {}
     with ExitStack() as stack:
         for name in ("torch_asymmetric", "torch_blockwise32", "torch_int2", "torch_static8_mix48_kv8"):
-            drafter = stack.enter_context(open_bundle(variant(name))).drafter()
-            for role in drafter.walk.roles:
+            drafter = stack.enter_context(open_bundle(variant(name))).read_drafter()
+            for role in drafter.structure.roles:
                 if role.tensor is not None and len(role.shape) == 2:
                     place = Location(drafter.model, role)
                     constant = place.constant
@@ -103,7 +103,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         weight, steps = stored_weight.array(), stored_weight.steps
         assert steps is not None
         step = np.broadcast_to(np.abs(np.repeat(steps.size, steps.block, axis=1)) / steps.factor, weight.shape)
-        slot = WeightSlot("role", (place,), of_array(MOVES[name](weight, step).astype(np.float32)), "f32")
+        slot = WeightSlot("role", (place,), wrap_array(MOVES[name](weight, step).astype(np.float32)), "f32")
         verdict = judge(slot)
         expected, most, outside = compare_numbers(slot, step)
         error = np.inf if verdict.error is None else verdict.error
@@ -121,7 +121,7 @@ def test_rows_that_both_scales_hold_keep_the_files(places: dict[str, Location]) 
     steps = get_constant(place).steps.size
     signs = np.random.default_rng(0).integers(-1, 2, get_constant(place).shape)
     signs[:, 0] = 1
-    slot = WeightSlot("role", (place,), of_array((3 * steps * signs).astype(np.float32)), "f32")
+    slot = WeightSlot("role", (place,), wrap_array((3 * steps * signs).astype(np.float32)), "f32")
     (encoding,) = encode_slots([slot])["role"]
     assert encoding.how == REQUANTIZED and encoding.error < 1e-6
     assert np.array_equal(encoding.scales.scale, steps[:, 0])
@@ -137,7 +137,7 @@ def tables(places: dict[str, Location], tmp_path: Path) -> list[WeightSlot]:
     beside[:, shape[1] :] *= np.float32(1.01)
     path, data = tmp_path / "rows", DTYPES["bf16"].narrow(beside.reshape(-1), "rows").tobytes()
     path.write_bytes(data)
-    table = Stored(path, StoredTensor("BF16", beside.shape, 0, len(data)))
+    table = FileWeight(path, TensorPlace("BF16", beside.shape, 0, len(data)))
     columns = [(at * shape[1], (at + 1) * shape[1]) for at in range(len(chosen))]
     beside_each_other = [replace(place, columns=range_) for place, range_ in zip(chosen, columns, strict=True)]
     (match,) = match_roles({"table": tuple(beside_each_other)}, {"table": table}, "bf16")

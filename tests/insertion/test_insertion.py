@@ -19,15 +19,15 @@ from helpers.variant_files import REFUSED, STORED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 
 from mtp_extract import convert, extract
-from mtp_extract.architecture.roles import MATRIX, roles_of
+from mtp_extract.architecture.roles import MATRIX, list_roles
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.errors import CheckpointError, NoDrafterError, PairError, UnsupportedError
-from mtp_extract.formats import FORMATS
+from mtp_extract.formats import MTP_FORMATS
 from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.litertlm.tflite import TensorType
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import build_checkpoint
 
 # Tests of one variant run in one process, because they share its checkpoint.
 NAMES = sorted(set(VARIANTS) - REFUSED)
@@ -39,14 +39,14 @@ NORM = "model.layers.0.input_layernorm.weight"
 
 
 def insert(source: Path, into: Path, out: Path, **options: Any) -> tuple[InsertionPlan, InsertionResult]:
-    with planned_insertion(source, into, **options) as plan:
+    with plan_insertion(source, into, **options) as plan:
         return plan, plan.write(out)
 
 
 def read_floats(path: Path) -> dict[str, np.ndarray]:
     """Role → weight of the drafter at ``path``."""
     with open_bundle(path) as opened:
-        return {role: tensor.array() for role, tensor in checkpoint_of(opened.drafter()).tensors.items()}
+        return {role: tensor.array() for role, tensor in build_checkpoint(opened.read_drafter()).tensors.items()}
 
 
 def list_encodings(plan: InsertionPlan) -> set[str]:
@@ -62,7 +62,7 @@ def test_an_untouched_checkpoint_gives_the_same_bundle(sample: Path, tmp_path: P
     assert result.proof is not None and result.proof["positions"]
 
 
-@pytest.mark.parametrize("layout", [name for name, listed in FORMATS.items() if "codes" in listed.dtypes])
+@pytest.mark.parametrize("layout", [name for name, listed in MTP_FORMATS.items() if "codes" in listed.dtypes])
 @pytest.mark.parametrize("name", [param for param in PARAMS if param.values[0] in CODED])
 def test_integers_come_back_from_every_format(
     name: str, layout: str, extracted_variant: Callable[[str], Path], tmp_path: Path
@@ -89,7 +89,7 @@ def test_codes_beside_floats_are_taken(sample: Path, tmp_path: Path) -> None:
     assert plan.encodings["lm_head"][0].how == "codes"
     assert {role for role, (decision,) in plan.encodings.items() if decision.how != "kept"} == {"lm_head"}
     with open_bundle(sample) as old, open_bundle(tmp_path / "new.litertlm") as new:
-        before, after = (checkpoint_of(o.drafter()).tensors["lm_head"].codes() for o in (old, new))
+        before, after = (build_checkpoint(o.read_drafter()).tensors["lm_head"].codes() for o in (old, new))
     assert np.argwhere(before != after).tolist() == [[3, 5]]
     assert after[3, 5] == changed
 
@@ -131,7 +131,7 @@ def test_a_changed_variant(
     for encoding in (encoding for of_role in plan.encodings.values() for encoding in of_role):
         assert encoding.error <= worst[encoding.storage.type.name], encoding.slot.role
     written = read_floats(tmp_path / "new.tflite")
-    names = {role.name: role.names["transformers"] for role in roles_of(len(weights)) if role.kind != MATRIX}
+    names = {role.name: role.names["transformers"] for role in list_roles(len(weights)) if role.kind != MATRIX}
     vectors = [] if folded else [role for role in written if role in names]
     assert folded or len(vectors) > 10
     assert all(np.array_equal(written[role], weights[names[role]]) for role in vectors)
@@ -196,7 +196,7 @@ def test_shared_constants_are_not_taken_apart(
     """The q norms of layers 0 and 1 share bytes: an insertion that changes them differently is refused."""
     *others, last = parts_of(sample)
     with open_bundle(sample) as opened:
-        roles = {role.role: role.tensor for role in opened.drafter().walk.roles}
+        roles = {role.role: role.tensor for role in opened.read_drafter().structure.roles}
     merged = tmp_path / "merged.litertlm"
     data = share(load(last.data), *(roles[f"layers.{i}.q_norm"].index for i in (0, 1)))
     merged.write_bytes(bundle([*others, replace(last, data=data)]))
@@ -256,7 +256,7 @@ def test_a_base_that_the_runtime_would_fail_with(
     base = tmp_path / "base.litertlm"
     parts = [*others, replace(last, data=pack(model))]
     base.write_bytes(bundle([*parts, drafter]))
-    with planned_insertion(sample, base) as planned:
+    with plan_insertion(sample, base) as planned:
         (note,) = planned.notes
     assert note.startswith("In this bundle drafter and base did not fit before, and do not now: ") and message in note
     base.write_bytes(bundle(parts))
@@ -289,7 +289,7 @@ def test_another_geometry(key: str, value: float, message: str, sample: Path, ch
     config = json.loads((source / "config.json").read_text())
     (config if key in config else config["text_config"])[key] = value
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PairError, match=message), planned_insertion(source, sample):
+    with pytest.raises(PairError, match=message), plan_insertion(source, sample):
         pass
 
 
@@ -298,13 +298,13 @@ def test_a_soft_cap_that_the_checkpoint_has_not(sample: Path, changed: Callable[
     source = changed({})
     config = source / "config.json"
     config.write_text(config.read_text().replace('"final_logit_softcapping": 30.0', '"final_logit_softcapping": null'))
-    with planned_insertion(source, sample) as plan:
+    with plan_insertion(source, sample) as plan:
         assert any("soft cap (30.0) stays" in note for note in plan.notes)
         assert list_encodings(plan) == {"kept"}
 
 
 def test_a_section_without_a_drafter_gets_none(sample: Path) -> None:
-    with pytest.raises(NoDrafterError) as raised, planned_insertion(sample, sample, section=0):
+    with pytest.raises(NoDrafterError) as raised, plan_insertion(sample, sample, section=0):
         pass
     assert "graph_from" not in raised.value.remedies
 
@@ -319,13 +319,13 @@ def test_values_that_cannot_be_stored_are_refused_in_the_plan(
 
     with (
         pytest.raises(CheckpointError, match="or train it again"),
-        planned_insertion(changed({name: spoil}), sample),
+        plan_insertion(changed({name: spoil}), sample),
     ):
         pass
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MTP_FORMATS)
 def test_int2_in_blocks_goes_back_as_it_was(tmp_path: Path, name: str, block: int) -> None:
     """Blocks whose number of scales equals the number of columns were once read as columns."""
     path = tmp_path / "blocks.tflite"
@@ -335,6 +335,6 @@ def test_int2_in_blocks_goes_back_as_it_was(tmp_path: Path, name: str, block: in
     except UnsupportedError as error:
         assert name == "gemma" and block < 128, error
         return
-    with planned_insertion(tmp_path / "d", path) as plan:
+    with plan_insertion(tmp_path / "d", path) as plan:
         plan.write(tmp_path / "again.tflite")
     assert (tmp_path / "again.tflite").read_bytes() == path.read_bytes()

@@ -40,7 +40,7 @@ from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import EQUAL, NEAREST, BaseComparison, _compare_rows, compare_base
 from mtp_extract.insertion.encoding import AS_CODES, KEPT, REQUANTIZED
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.insertion.slots import match_roles
 from mtp_extract.litertlm.storage import Packing, Storage
 from mtp_extract.litertlm.tflite import TensorType
@@ -56,7 +56,7 @@ def compare(bundle: Path, base: Path) -> BaseComparison:
 
 
 def insert_base(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
-    with planned_insertion(base, bundle) as plan:
+    with plan_insertion(base, bundle) as plan:
         plan.write(out, **options)
     return out
 
@@ -65,7 +65,7 @@ def insert_base(base: Path, bundle: Path, out: Path, **options: Any) -> Path:
 def test_its_base_is_equal_in_every_form_and_changes_no_byte(tmp_path: Path, form: str) -> None:
     base = MOBILE if form == "mobile" else twin_base(tmp_path / "base", dtype="" if form == "f32" else form)
     assert compare(TWIN, base).counts == {EQUAL: 130}
-    with planned_insertion(base, TWIN) as plan:
+    with plan_insertion(base, TWIN) as plan:
         assert {encoding.how for of_role in plan.encodings.values() for encoding in of_role} == {KEPT}
         assert plan.losses.roles == {}
         plan.write(tmp_path / "new.litertlm")
@@ -116,7 +116,7 @@ def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyP
     """Those of the twin have 1536 elements and more, its logits 512."""
     with open_bundle(TWIN) as opened:
         expected = {role: len(places) for role, places in find_base(opened).places.items()}
-        monkeypatch.setattr(reading, "_MOST_TOLD_APART", 1024)
+        monkeypatch.setattr(reading, "_MOST_TRACKED_ELEMENTS", 1024)
         enumerated = list[int]()
         vector = Expressions.vector
 
@@ -131,7 +131,7 @@ def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyP
 
 def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None:
     base, out = twin_base(tmp_path / "tuned", tuned, "bf16"), tmp_path / "new.litertlm"
-    with planned_insertion(base, TWIN) as plan:
+    with plan_insertion(base, TWIN) as plan:
         losses = plan.losses
         plan.write(out)
     # By the largest number of each row, two bits lose 0.8 of the feed-forward blocks of the upper layers.
@@ -145,9 +145,9 @@ def test_a_tuned_base_keeps_the_scales_that_were_trained(tmp_path: Path) -> None
     # All signatures agree: one slot for each role, except for the eight tables.
     assert {len(match.slots) for match in matches if match.role != "embed_tokens_per_layer"} == {1}
     # Inserting it again changes nothing; inserting the old base restores it to the bit.
-    with planned_insertion(base, out) as plan:
+    with plan_insertion(base, out) as plan:
         assert plan.overlays == ()
-    with planned_insertion(MOBILE, out) as plan:
+    with plan_insertion(MOBILE, out) as plan:
         hows = {encoding.how for role, of_role in plan.encodings.items() for encoding in of_role if role != PROJECTION}
         assert hows == {KEPT, AS_CODES}
         plan.write(tmp_path / "back.litertlm")
@@ -183,7 +183,7 @@ def test_what_a_bundle_computes_is_what_it_holds_of_a_tuned_base(tmp_path: Path)
     before, after = correlation(TWIN, floats()), correlation(new, stored)
     assert before > 0.93 and after > before - 0.01
 
-    with planned_insertion(base, TWIN) as plan:
+    with plan_insertion(base, TWIN) as plan:
         encodings = {role: of_role for role, of_role in plan.encodings.items() if role.startswith("layers.5.")}
     few_bits = [
         encoding for of_role in encodings.values() for encoding in of_role if encoding.storage.packing in _FEW_BITS
@@ -215,7 +215,7 @@ def stretch_rows(weights: Weights) -> None:
 
 def test_a_row_that_the_old_scale_serves_badly_gets_the_rules(tmp_path: Path) -> None:
     role = "layers.5.down_proj"
-    with planned_insertion(twin_base(tmp_path / "base", stretch_rows), TWIN) as plan:
+    with plan_insertion(twin_base(tmp_path / "base", stretch_rows), TWIN) as plan:
         (encoding,) = plan.encodings[role]
         before = encoding.slot.stored_constant.source.scale.reshape(-1)
         assert encoding.how == REQUANTIZED
@@ -396,7 +396,7 @@ def test_scales_of_a_mobile_checkpoint_may_be_half_as_wide(tmp_path: Path, dtype
 
     base = copy_mobile(tmp_path / "narrow", narrow)
     assert compare(TWIN, base).problem is None
-    with planned_insertion(base, TWIN) as plan:
+    with plan_insertion(base, TWIN) as plan:
         assert {encoding.how for encoding in plan.encodings["layers.0.up_proj"]} <= {KEPT, AS_CODES}
 
 

@@ -18,9 +18,9 @@ import mtp_extract
 from mtp_extract.data import sample_prompts
 from mtp_extract.errors import CheckpointError, SourceError
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.io.address import name_of
-from mtp_extract.io.opening import checkpoint_here
-from mtp_extract.pipeline.check import files_in
+from mtp_extract.io.address import name_checkpoint
+from mtp_extract.io.opening import fetch_checkpoint
+from mtp_extract.pipeline.check import list_directory_files
 
 REPO = "org/gemma-mtp"
 
@@ -28,7 +28,7 @@ REPO = "org/gemma-mtp"
 @pytest.fixture
 def published(hub: HubServer, extracted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     """The extracted drafter on the Hub, with an empty current directory."""
-    for name in files_in(extracted):
+    for name in list_directory_files(extracted):
         hub.add(REPO, name, (extracted / name).read_bytes(), lfs=name.endswith(".safetensors"))
     hub.add(REPO, ".gitattributes", b"*.safetensors filter=lfs\n", lfs=False)
     (tmp_path / "here").mkdir()
@@ -40,14 +40,14 @@ def published(hub: HubServer, extracted: Path, tmp_path: Path, monkeypatch: pyte
 def test_a_repository_is_a_directory(
     published: HubServer, text: str, extracted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Path(checkpoint_here(text.replace("ID", REPO).replace("URL", published.url())))
-    assert list(files_in(place)) == list(files_in(extracted))
+    place = Path(fetch_checkpoint(text.replace("ID", REPO).replace("URL", published.url())))
+    assert list(list_directory_files(place)) == list(list_directory_files(extracted))
     assert verify(place) == verify(extracted)
-    assert name_of(place) == "gemma-mtp"
+    assert name_checkpoint(place) == "gemma-mtp"
     # An address in a Path has lost a slash.
-    assert checkpoint_here(Path(f"hf://{REPO}")) == str(place)
+    assert fetch_checkpoint(Path(f"hf://{REPO}")) == str(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert checkpoint_here(REPO) == str(place)
+    assert fetch_checkpoint(REPO) == str(place)
 
 
 def test_it_is_converted_as_the_directory_is(published: HubServer, extracted: Path, tmp_path: Path) -> None:
@@ -66,34 +66,34 @@ def test_inspecting_tells_a_checkpoint_from_a_bundle(published: HubServer) -> No
     assert inspect()["extraction"]["layout"] == "transformers"
     published.add(REPO, "gemma.litertlm", first_bundle().read_bytes())
     assert inspect()["kind"] == "litertlm"
-    assert checkpoint_here(REPO, or_bundle=True) == REPO
+    assert fetch_checkpoint(REPO, or_bundle=True) == REPO
 
 
 def test_a_folder_of_a_repository(published: HubServer, extracted: Path) -> None:
-    for name in files_in(extracted):
+    for name in list_directory_files(extracted):
         published.add("org/several", f"bf16/{name}", (extracted / name).read_bytes())
     published.add("org/several", "a.gguf", b"")
-    place = Path(checkpoint_here("org/several/bf16/"))
+    place = Path(fetch_checkpoint("org/several/bf16/"))
     assert verify(place)
-    assert name_of(place) == "bf16"
-    assert checkpoint_here("org/several/bf16") == str(place)
+    assert name_checkpoint(place) == "bf16"
+    assert fetch_checkpoint("org/several/bf16") == str(place)
     assert not [request for request in published.requests if "a.gguf" in request.path]
     # A folder is not found by the beginning of its name.
     for name in ("bf", "a.gguf"):
         with pytest.raises(SourceError, match=rf"{name}: expected a folder with a config\.json, found no files"):
-            checkpoint_here(f"org/several/{name}")
+            fetch_checkpoint(f"org/several/{name}")
 
 
 def test_what_is_not_fetched(published: HubServer) -> None:
     with pytest.raises(SourceError, match=r"expected at most 0\.0 GB .*, found 0\.0 GB"):
-        checkpoint_here(REPO, largest=1000)
+        fetch_checkpoint(REPO, largest=1000)
     with pytest.raises(SourceError, match=r"^hf://org/gone: .*no such repository"):
-        checkpoint_here("org/gone")
+        fetch_checkpoint("org/gone")
     assert not [request for request in published.requests if "/resolve/" in request.path]
     asked = len(published.requests)
-    assert checkpoint_here("gone") == "gone"
+    assert fetch_checkpoint("gone") == "gone"
     Path("org/gemma-mtp").mkdir(parents=True)
-    assert checkpoint_here(REPO) == REPO
+    assert fetch_checkpoint(REPO) == REPO
     assert len(published.requests) == asked
 
 
@@ -143,13 +143,13 @@ def test_another_site_has_none() -> None:
     text = "https://me:secret@example.org/x"
     for source in (text, Path(text)):
         with pytest.raises(SourceError, match=r"^https://example\.org/x: expected a directory or an id"):
-            checkpoint_here(source)
-    assert checkpoint_here(text, or_bundle=True) == text
+            fetch_checkpoint(source)
+    assert fetch_checkpoint(text, or_bundle=True) == text
 
 
 def test_only_links_of_the_cache_are_followed(published: HubServer, extracted: Path) -> None:
     """Any other link is refused in place of a file that the record lists, even one to the same content."""
-    place = Path(checkpoint_here(REPO))
+    place = Path(fetch_checkpoint(REPO))
     assert verify(place)
     (place / "config.json").unlink()
     (place / "config.json").symlink_to(extracted / "config.json")
@@ -179,7 +179,7 @@ def test_a_directory_that_cannot_be_fetched_says_why(
     """The message does not claim that offline mode is on."""
     published.fault(where, status=status, headers=REFUSAL_HEADERS, times=10_000)
     with pytest.raises(SourceError) as caught:
-        checkpoint_here(REPO)
+        fetch_checkpoint(REPO)
     assert str(caught.value).startswith(f"hf://{REPO}: ")
     assert str(caught.value).endswith(message)
     assert TOKEN not in text_of(caught.value)
@@ -190,7 +190,7 @@ def test_a_directory_is_fetched_once_the_hub_answers(
     published: HubServer, patience: Patient, extracted: Path, where: str
 ) -> None:
     published.fault(where, status=503, times=2)
-    assert verify(Path(checkpoint_here(REPO))) == verify(extracted)
+    assert verify(Path(fetch_checkpoint(REPO))) == verify(extracted)
 
 
 def test_a_directory_that_is_not_in_the_cache_is_not_had_offline(
@@ -198,10 +198,10 @@ def test_a_directory_that_is_not_in_the_cache_is_not_had_offline(
 ) -> None:
     with monkeypatch.context() as context, pytest.raises(SourceError, match="the server cannot be reached"):
         context.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
-        checkpoint_here(REPO)
+        fetch_checkpoint(REPO)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match=r"offline mode is on \(HF_HUB_OFFLINE\)"):
-        checkpoint_here(REPO)
+        fetch_checkpoint(REPO)
 
 
 def test_storage_that_fails_in_its_own_library_is_told_as_such(
@@ -214,4 +214,4 @@ def test_storage_that_fails_in_its_own_library_is_told_as_such(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(SourceError, match=r"the storage failed: CAS error: 503 for https://cas\.test/x \(attempt 5"):
-        checkpoint_here(REPO)
+        fetch_checkpoint(REPO)

@@ -15,10 +15,10 @@ from helpers.killing import killed_everywhere
 
 from mtp_extract.errors import OutputError
 from mtp_extract.io import threads
-from mtp_extract.io.place import OwnFiles, check_place, files_of, listing, staged
+from mtp_extract.io.place import OwnFiles, check_place, list_files, make_own_files, stage_output
 from mtp_extract.io.threads import Interrupted
 
-LISTED = listing("record.json", {"record.json", "weights", "codes/codes"})
+LISTED = make_own_files("record.json", {"record.json", "weights", "codes/codes"})
 OLD = {"record.json": b"old", "weights": b"old weights", "codes/codes": b"old codes"}
 NEW = {"record.json": b"new", "weights": b"new weights"}
 
@@ -48,14 +48,14 @@ def check_refused(place: Path, match: str, *inputs: object, listed: OwnFiles | N
     before = read_files(place) if place.is_dir() else place.exists() and place.read_bytes()
     with pytest.raises(OutputError, match=match):
         check_place(place, overwrite=True, inputs=inputs, listed=listed)  # type: ignore[arg-type]
-    with pytest.raises(OutputError, match=match), staged(place, overwrite=True, inputs=inputs, listed=listed):  # type: ignore[arg-type]
+    with pytest.raises(OutputError, match=match), stage_output(place, overwrite=True, inputs=inputs, listed=listed):  # type: ignore[arg-type]
         raise AssertionError
     assert before == (read_files(place) if place.is_dir() else place.exists() and place.read_bytes())
     assert not [name for name in list_names(place.parent) if name.endswith(".partial")]
 
 
 def write_new(place: Path) -> None:
-    with staged(place, overwrite=True, listed=LISTED) as stage:
+    with stage_output(place, overwrite=True, listed=LISTED) as stage:
         fill(stage, NEW)
 
 
@@ -93,9 +93,9 @@ def test_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
     fill(tmp_path, {"read/weights": b"", "base/weights": b""})
     check_refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read")
     check_refused(tmp_path / "read" / "new", "lies inside", tmp_path / "read", listed=None)
-    check_place(tmp_path / "base" / "new", overwrite=False, inputs=files_of(tmp_path / "base"), listed=LISTED)
+    check_place(tmp_path / "base" / "new", overwrite=False, inputs=list_files(tmp_path / "base"), listed=LISTED)
     check_place(tmp_path / "new", overwrite=False, inputs=[tmp_path / "read", "new"], listed=LISTED)
-    assert files_of("org/name") == files_of(None) == []
+    assert list_files("org/name") == list_files(None) == []
 
 
 FOREIGN: dict[str, tuple[dict[str, bytes], str]] = {
@@ -144,7 +144,7 @@ def test_an_empty_directory_is_as_good_as_none(tmp_path: Path) -> None:
     for empty in ("x", "y", ".y.partial"):
         (tmp_path / empty).mkdir()
     for place in (tmp_path / "x", tmp_path / "y", tmp_path / "new" / "parents" / "x"):
-        with staged(place, overwrite=False, listed=LISTED) as stage:
+        with stage_output(place, overwrite=False, listed=LISTED) as stage:
             fill(stage, NEW)
         assert read_files(place) == NEW
     assert list_names(tmp_path) == ["new", "x", "y"]
@@ -156,7 +156,7 @@ def test_a_failure_leaves_the_old_and_nothing_else(
     place: Path, error: type[BaseException], name: str, listed: OwnFiles | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does a signal whose exception was lost."""
-    with pytest.raises(error), staged(place.parent / name, overwrite=True, listed=listed) as stage:
+    with pytest.raises(error), stage_output(place.parent / name, overwrite=True, listed=listed) as stage:
         fill(stage, {"weights": b"half"}) if listed else stage.write_bytes(b"half")
         if error is not Interrupted:
             raise error
@@ -181,7 +181,7 @@ def test_a_signal_between_two_steps_puts_the_old_one_back(place: Path, monkeypat
 @pytest.mark.parametrize("listed", [LISTED, None])
 def test_a_place_that_is_taken_meanwhile(tmp_path: Path, listed: OwnFiles | None) -> None:
     target = tmp_path / "x"
-    with pytest.raises(OutputError, match="exists"), staged(target, overwrite=False, listed=listed) as stage:
+    with pytest.raises(OutputError, match="exists"), stage_output(target, overwrite=False, listed=listed) as stage:
         fill(stage, NEW) if listed else stage.write_bytes(b"new")
         fill(target, OLD) if listed else target.write_bytes(b"theirs")
     assert list_names(tmp_path) == ["x"]
@@ -208,14 +208,14 @@ def test_everything_is_on_the_disk_before_it_has_its_name(place: Path, monkeypat
 
     for name in ("fsync", "rename", "replace"):
         record_calls(name)
-    with staged(place, overwrite=True, listed=LISTED) as stage:
+    with stage_output(place, overwrite=True, listed=LISTED) as stage:
         fill(stage, {"weights": b"new", "codes/codes": b"new"})
     assert set(calls[:4]) == {f"fsync .x.partial/new{part}" for part in ("/codes/codes", "/codes", "/weights", "")}
     assert calls.index("fsync .x.partial/new/codes/codes") < calls.index("fsync .x.partial/new/codes")
     assert calls[3] == "fsync .x.partial/new"
     assert calls[4:] == ["rename x .x.partial/old", "rename .x.partial/new x", "fsync .x.partial", "fsync ."]
     calls.clear()
-    with staged(here / "file", overwrite=False) as stage:
+    with stage_output(here / "file", overwrite=False) as stage:
         stage.write_bytes(b"new")
     steps = ["fsync .file.partial/new", "rename .file.partial/new file", "fsync .file.partial", "fsync ."]
     assert calls == steps
@@ -265,7 +265,7 @@ def test_a_place_that_cannot_be_is_found_before_any_work(tmp_path: Path) -> None
 
 
 def write_file(place: Path) -> None:
-    with staged(place.parent / "file", overwrite=True) as stage:
+    with stage_output(place.parent / "file", overwrite=True) as stage:
         stage.write_bytes(b"new")
 
 
@@ -325,7 +325,7 @@ def test_what_cannot_be_put_back_is_kept(place: Path) -> None:
 
 def test_two_runs_in_one_place(place: Path) -> None:
     """The second is refused, and the work of the first is untouched."""
-    with staged(place, overwrite=True, listed=LISTED) as stage:
+    with stage_output(place, overwrite=True, listed=LISTED) as stage:
         fill(stage, NEW)
         with pytest.raises(OutputError, match="another run is writing there"):
             write_new(place)
@@ -387,7 +387,7 @@ def test_the_parent_of_a_link(tmp_path: Path) -> None:
     """Every step takes ``link/..`` for the parent of the directory that the link leads to."""
     (tmp_path / "far" / "away").mkdir(parents=True)
     link(tmp_path / "link", tmp_path / "far" / "away")
-    with staged(tmp_path / "link" / ".." / "x", overwrite=False) as stage:
+    with stage_output(tmp_path / "link" / ".." / "x", overwrite=False) as stage:
         stage.write_bytes(b"")
     assert list_names(tmp_path / "far") == ["away", "x"]
 

@@ -16,7 +16,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import SourceError, TruncatedError
-from mtp_extract.io.http_library import http_library
+from mtp_extract.io.http_library import import_http_library
 from mtp_extract.io.remote import RemoteSource
 from mtp_extract.io.source import LocalSource
 
@@ -278,7 +278,7 @@ def test_a_client_of_the_applications_own(bundle: HubServer, patience: Patient) 
 
     class Own:
         def __init__(self) -> None:
-            self._client: Any = http_library().Client()
+            self._client: Any = import_http_library().Client()
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._client, name)

@@ -25,7 +25,7 @@ from seam import verify_against
 import mtp_extract
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import NoDrafterError
-from mtp_extract.insertion.run import planned_insertion
+from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.io.remote import RemoteSource
 from mtp_extract.pipeline.inspection import inspect
 
@@ -189,6 +189,6 @@ def test_what_was_not_fetched_is_copied_too(hub: HubServer, sample: Path, tmp_pa
     extraction = mtp_extract.extract(sample, tmp_path / "drafter", codes=True)
     mtp_extract.insert(extraction.directory, URL, tmp_path / "drafter.litertlm")
     assert (tmp_path / "drafter.litertlm").read_bytes() == sample.read_bytes()
-    with planned_insertion(first_base(), URL) as plan:
+    with plan_insertion(first_base(), URL) as plan:
         plan.write(tmp_path / "base.litertlm")
     assert (tmp_path / "base.litertlm").read_bytes() == sample.read_bytes()

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from mtp_extract.io.threads import on_all_cores
+from mtp_extract.io.threads import map_on_all_cores
 
 
 def test_results_are_in_order_and_an_error_is_raised() -> None:
     """After the error no further item is begun."""
-    assert on_all_cores(str, range(100)) == list(map(str, range(100)))
+    assert map_on_all_cores(str, range(100)) == list(map(str, range(100)))
     begun = []
     with pytest.raises(ZeroDivisionError):
-        on_all_cores(lambda item: begun.append(item) or 1 // (item - 50), range(100_000))
+        map_on_all_cores(lambda item: begun.append(item) or 1 // (item - 50), range(100_000))
     assert len(begun) < 100_000
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import field
 
-from mtp_extract.io.typed import Bounds, Count, Record, read
+from mtp_extract.io.typed import Bounds, Count, Record, parse_record
 
 
 class Inner(Record):
@@ -29,8 +29,8 @@ class Outer(Record):
 )
 def test_what_is_wrong_is_named(inner: object, said: str) -> None:
     with pytest.raises(ValueError, match="inners") as caught:
-        read({"inners": {"a": inner}}, Outer)
+        parse_record({"inners": {"a": inner}}, Outer)
     assert str(caught.value) == said
     with pytest.raises(ValueError, match="the whole: Expected"):
-        read([], Outer)
-    assert read({"inners": {}, "more": 1}, Outer).inners == {}
+        parse_record([], Outer)
+    assert parse_record({"inners": {}, "more": 1}, Outer).inners == {}

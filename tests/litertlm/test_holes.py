@@ -12,10 +12,10 @@ from helpers.commands import run_here
 from helpers.make_bundle import drafter_of, load, pack, set_buffer
 
 import mtp_extract
-from mtp_extract.bundle import Opened
-from mtp_extract.io.files import aligned
+from mtp_extract.bundle import ModelFile
+from mtp_extract.io.files import align_up
 from mtp_extract.io.source import BytesSource, Region
-from mtp_extract.litertlm.holes import PAGE, missing_rows, zero_pages
+from mtp_extract.litertlm.holes import PAGE, find_missing_rows, find_zero_pages
 from mtp_extract.litertlm.quantized import QuantizedTensor
 from mtp_extract.litertlm.storage import Floats, Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
@@ -53,18 +53,20 @@ def make_scales(count: int = ROWS) -> Floats:
 @pytest.mark.parametrize(("before", "wanted"), [(0, range(128, 256)), (16, range(128, 255)), (4000, range(130, 257))])
 def test_a_page_of_zeros_is_a_hole_where_its_rows_have_scales_of_their_own(before: int, wanted: range) -> None:
     """A page has 64 of these rows; the zeros around the whole pages do not count."""
-    assert missing_rows(make_matrix(slice(100, 300), make_scales(), before=before)) == wanted
+    assert find_missing_rows(make_matrix(slice(100, 300), make_scales(), before=before)) == wanted
 
 
 def test_rows_of_four_bits_and_blocks_are_found_too() -> None:
-    assert missing_rows(make_matrix(slice(128, 384), make_scales(), type_=TensorType.INT4)) == range(128, 384)
+    assert find_missing_rows(make_matrix(slice(128, 384), make_scales(), type_=TensorType.INT4)) == range(128, 384)
     # The scales of blocks are two a row; the message counts blocks.
-    rows = missing_rows(make_matrix(slice(128, 384), make_scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise"))
+    rows = find_missing_rows(
+        make_matrix(slice(128, 384), make_scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise")
+    )
     assert rows == range(256, 768)
 
 
 def test_a_matrix_of_which_nothing_was_downloaded_is_a_hole() -> None:
-    assert missing_rows(make_matrix(slice(None), make_scales())) == range(ROWS)
+    assert find_missing_rows(make_matrix(slice(None), make_scales())) == range(ROWS)
 
 
 @pytest.mark.parametrize("value", [TINY, 0.0, 1.0, 0.005, 2**-24])
@@ -72,50 +74,50 @@ def test_rows_that_a_quantizer_wrote_as_zeros_are_sound(value: float) -> None:
     """A quantizer gives all of them the same scale."""
     zeros, row_scales = slice(64, 320), make_scales()
     row_scales[zeros] = value
-    assert missing_rows(make_matrix(zeros, row_scales)) is None
+    assert find_missing_rows(make_matrix(zeros, row_scales)) is None
 
 
 def test_what_is_no_whole_page_is_sound() -> None:
     """Single rows of zeros, and fewer than a page."""
-    assert missing_rows(make_matrix(slice(65, 127), make_scales())) is None
-    assert missing_rows(make_matrix(slice(1, None, 2), make_scales())) is None
+    assert find_missing_rows(make_matrix(slice(65, 127), make_scales())) is None
+    assert find_missing_rows(make_matrix(slice(1, None, 2), make_scales())) is None
 
 
 def test_of_one_scale_for_all_or_floats_nothing_can_be_said() -> None:
-    assert missing_rows(make_matrix(slice(64, 320), make_scales(1), kind="per_tensor")) is None
+    assert find_missing_rows(make_matrix(slice(64, 320), make_scales(1), kind="per_tensor")) is None
     floats = make_matrix(slice(64, 320), np.empty(0, np.float32), type_=TensorType.FLOAT32, kind="none")
-    assert missing_rows(floats) is None
-    assert [end - begin for begin, end in zero_pages(floats.location)] == [256 * COLUMNS * 4]
+    assert find_missing_rows(floats) is None
+    assert [end - begin for begin, end in find_zero_pages(floats.location)] == [256 * COLUMNS * 4]
 
 
 def test_a_single_long_row_is_a_hole_where_its_scale_is_an_ordinary_one() -> None:
     long = (8, 3 * PAGE)
     ordinary = np.linspace(1e-3, 1e-2, 8, dtype=np.float32)
-    assert missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) == range(3, 4)
+    assert find_missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) == range(3, 4)
     for value in (TINY, 0, 1):
         ordinary[3] = value
-        assert missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) is None
+        assert find_missing_rows(make_matrix(slice(3, 4), ordinary, shape=long)) is None
 
 
 def test_a_page_of_scales_that_are_0_is_a_hole_where_codes_are_not() -> None:
     shape, row_scales = (2048, COLUMNS), make_scales(2048)
     row_scales[500:1524] = 0
-    assert missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) == range(500, 501)
-    assert missing_rows(make_matrix(slice(500, 1524), row_scales, shape=shape)) is None
+    assert find_missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) == range(500, 501)
+    assert find_missing_rows(make_matrix(slice(500, 1524), row_scales, shape=shape)) is None
     row_scales[500:600] = 1e-3
-    assert missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) is None
+    assert find_missing_rows(make_matrix(slice(0, 0), row_scales, shape=shape)) is None
 
 
-def find_head(opened: Opened) -> Tensor:
-    return next(role.tensor for role in opened.drafter().walk.roles if role.role == "lm_head" and role.tensor)
+def find_head(opened: ModelFile) -> Tensor:
+    return next(role.tensor for role in opened.read_drafter().structure.roles if role.role == "lm_head" and role.tensor)
 
 
 def test_a_bundle_with_a_hole_is_refused_by_tensor_and_rows(sample: Path, extracted: Path, tmp_path: Path) -> None:
     """A download misses 8 KiB of the head."""
     hollow = Path(shutil.copy(sample, tmp_path / "hollow.litertlm"))
     with mtp_extract.open(sample) as opened, hollow.open("r+b") as file:
-        head = opened.drafter_model().locate(find_head(opened))
-        file.seek(aligned(head.begin, PAGE))
+        head = opened.find_model().locate(find_head(opened))
+        file.seek(align_up(head.begin, PAGE))
         file.write(bytes(2 * PAGE))
     for name, *arguments in (
         ("extract", hollow, "-o", tmp_path / "out"),

@@ -119,7 +119,7 @@ def test_sections_of_the_sample(sample: Path) -> None:
         assert opened.sections[-1].end == sample.stat().st_size
         assert opened.bundle is not None
         assert (opened.bundle.version, opened.bundle.items["Authors"]) == ((1, 7, 0), "ODML")
-        assert all(opened.model(section).subgraphs for section in opened.sections[3:6])
+        assert all(opened.read_model(section).subgraphs for section in opened.sections[3:6])
     assert SECTION_TYPES[7] == "TFLiteWeights"
 
 
@@ -130,9 +130,9 @@ def test_a_model_that_is_no_drafter(sample: Path, tmp_path: Path) -> None:
         embedder = opened.source.read(section.begin, section.size)
     (tmp_path / "embedder.tflite").write_bytes(embedder)
     with open_bundle(tmp_path / "embedder.tflite") as opened, pytest.raises(NoDrafterError, match="mtp_drafter"):
-        opened.drafter()
+        opened.read_drafter()
     path = tmp_path / "gemma-4-E2B-it-web.litertlm"
     path.write_bytes(bundle([Part(3, embedder, {"model_type": "tf_lite_embedder"})]))
     with open_bundle(path) as opened, pytest.raises(NoDrafterError, match="Models in it: embedder") as raised:
-        opened.drafter()
+        opened.read_drafter()
     assert "this is" not in str(raised.value)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mtp_extract.errors import OutputError, TruncatedError, UnsupportedError
 from mtp_extract.io.assembled import Assembled, Put, write_copy
 from mtp_extract.io.source import LocalSource, Region
-from mtp_extract.litertlm.container import read_bundle
+from mtp_extract.litertlm.container import read_bundle_header
 from mtp_extract.litertlm.writer import NewSection, add_sections
 
 SIZES = st.sampled_from([0, 1, 7, 5000, ALIGNMENT, ALIGNMENT + 1])
@@ -37,9 +37,9 @@ def split_in_two(data: bytes) -> Region:
 
 @given(PARTS, PARTS)
 def test_sections_added(parts: list[Part], new: list[Part]) -> None:
-    read = read_bundle(Memory(bundle(parts)))
+    read = read_bundle_header(Memory(bundle(parts)))
     extended = add_sections(read, [NewSection(part.data_type, part.items, split_in_two(part.data)) for part in new])
-    result = read_bundle(extended)
+    result = read_bundle_header(extended)
     assert [(s.data_type, dict(s.items), extended.read(s.begin, s.size)) for s in result.sections] == [
         (part.data_type, dict(part.items), part.data) for part in parts + new
     ]
@@ -94,7 +94,7 @@ def test_what_is_written_wrongly_is_refused(number: int, tmp_path: Path, monkeyp
 
 
 def test_a_header_without_room() -> None:
-    read = read_bundle(Memory(bundle([Part(1, b"x")])))
+    read = read_bundle_header(Memory(bundle([Part(1, b"x")])))
     many = [NewSection(1, {"key": "v" * 300}, split_in_two(b"y")) for _ in range(60)]
     with pytest.raises(UnsupportedError, match="no room"):
         add_sections(read, many)
@@ -109,4 +109,4 @@ def test_a_header_with_a_field_that_is_not_known() -> None:
     header = bytes(builder.Output())
     data = b"LITERTLM" + struct.pack("<3I4xQ", 1, 7, 0, 32 + len(header)) + header
     with pytest.raises(UnsupportedError, match="newer than this release"):
-        add_sections(read_bundle(Memory(data)), [NewSection(1, {}, split_in_two(b"y"))])
+        add_sections(read_bundle_header(Memory(data)), [NewSection(1, {}, split_in_two(b"y"))])

@@ -21,9 +21,9 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.data import sample_bundle
 from mtp_extract.errors import CheckpointError
-from mtp_extract.formats import FORMATS
+from mtp_extract.formats import MTP_FORMATS
 from mtp_extract.pipeline import writing
-from mtp_extract.pipeline.check import RECORD, files_in, read_record
+from mtp_extract.pipeline.check import RECORD, list_directory_files, read_record
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_config_that_describes_another_drafter_than_the_record(checkpoint: Pat
         verify(checkpoint)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MTP_FORMATS)
 def test_one_bit_of_any_tensor(name: str, sample: Path, tmp_path: Path) -> None:
     """The record shows it; and the bundle shows it if the record was forged or is missing."""
     extract(sample, tmp_path / "out", format=name, codes=True)
@@ -100,7 +100,7 @@ def test_a_drafter_without_layer_scalars_is_converted(name: str, tmp_path: Path)
 def test_the_record_of_the_sample_is_what_its_schema_says(extracted: Path) -> None:
     record = json.loads((extracted / "extraction.json").read_text(encoding="utf-8"))
     validator("extraction")(record)
-    assert record["files"].keys() == {*files_in(extracted)} - {"extraction.json"}
+    assert record["files"].keys() == {*list_directory_files(extracted)} - {"extraction.json"}
 
 
 def test_the_report_that_tests_use() -> None:

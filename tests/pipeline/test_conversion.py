@@ -19,18 +19,18 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import CODES_FILE
 from mtp_extract.checkpoint.format import Plan
-from mtp_extract.checkpoint.weight import constant_weight, of_array
+from mtp_extract.checkpoint.weight import build_constant_weight, wrap_array
 from mtp_extract.errors import CheckpointError, UnsupportedError
-from mtp_extract.formats import FORMATS, format_named, read_checkpoint
-from mtp_extract.pipeline.check import files_in
+from mtp_extract.formats import MTP_FORMATS, load_format, read_checkpoint
+from mtp_extract.pipeline.check import list_directory_files
 
-TYPES = [(name, dtype) for name, listed in FORMATS.items() for dtype in listed.dtypes]
-RULES = [(name, rule) for name, listed in FORMATS.items() for rule in listed.rules]
+TYPES = [(name, dtype) for name, listed in MTP_FORMATS.items() for dtype in listed.dtypes]
+RULES = [(name, rule) for name, listed in MTP_FORMATS.items() for rule in listed.rules]
 OWN = {"extraction.json", "README.md"}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in files_in(directory) if name not in OWN}
+    return {name: (directory / name).read_bytes() for name in list_directory_files(directory) if name not in OWN}
 
 
 @pytest.fixture(scope="module", params=["jax_published", "torch_blockwise32", "torch_asymmetric"])
@@ -76,12 +76,12 @@ def test_converting_is_extracting(kept: tuple[Path, Path], tmp_path: Path, name:
     (step,) = result.record["converted_from"]
     assert (step["layout"], step["dtype"]) == ("transformers", "f32")
     assert set(step["files"]) == {"model.safetensors", CODES_FILE}
-    if dtype == FORMATS[name].dtypes[0]:
+    if dtype == MTP_FORMATS[name].dtypes[0]:
         with open_bundle(source) as opened:
             verify_against(tmp_path / "converted", opened)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MTP_FORMATS)
 def test_there_and_back(kept: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     """Through any format: the record states roundings on the way, and the check against the bundle finds them."""
     source, directory = kept
@@ -137,7 +137,7 @@ def test_integers_that_were_asked_for_and_not_written_are_missed(bf16: Path, tmp
 
 @pytest.mark.torch
 @pytest.mark.parametrize("geometry", ["dense", "ordered", "k-eq-v"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MTP_FORMATS)
 def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
     """Written by transformers itself, ordered head or dense; matrices rounded where the format is of codes."""
     from helpers.random_assistants import GEOMETRIES, random_assistant
@@ -145,7 +145,7 @@ def test_official_assistants(tmp_path: Path, geometry: str, name: str) -> None:
     official, shape = tmp_path / "official", replace(GEOMETRIES[geometry], hidden=32, intermediate=64, head_dim=8)
     random_assistant(shape).save_pretrained(official)
     (official / "config.json").write_text(json.dumps(shape.config()))
-    dtype, rules = "f32" if name == "transformers" else None, FORMATS[name].rules
+    dtype, rules = "f32" if name == "transformers" else None, MTP_FORMATS[name].rules
     rule = "int8" if "int8" in rules else next(iter(rules), None)
     try:
         result = convert(official, tmp_path / "out", format=name, dtype=dtype, quantize=rule)
@@ -183,12 +183,12 @@ def test_bad_input(official: Path, base: Path, tmp_path: Path) -> None:
 
 def test_a_writer_that_is_wrong_is_noticed(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint is compared as it reads back, whatever sums the files have."""
-    kind = type(format_named("litert"))
+    kind = type(load_format("litert"))
     plan = kind.plan
 
     def plan_other_files(self: Any, checkpoint: Checkpoint, dtype: str) -> Plan:
         role = "layers.1.q_norm"
-        ones = constant_weight(checkpoint.tensors[role].shape)
+        ones = build_constant_weight(checkpoint.tensors[role].shape)
         changed = replace(checkpoint, tensors={**checkpoint.tensors, role: ones})
         return replace(plan(self, checkpoint, dtype), files=plan(self, changed, dtype).files)
 
@@ -204,7 +204,7 @@ def test_an_extraction_that_reads_back_otherwise_is_noticed(
     sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, first: str, second: str
 ) -> None:
     """Two weights of one shape are exchanged; or only the last row differs, as with a wrong offset."""
-    kind = type(format_named("transformers"))
+    kind = type(load_format("transformers"))
     read = kind.read
 
     def read_wrongly(self: Any, directory: Path) -> Checkpoint:
@@ -214,7 +214,7 @@ def test_an_extraction_that_reads_back_otherwise_is_noticed(
         if first == second:
             changed = tensors["lm_head"].array()
             changed[-1, -1] += 1
-            tensors["lm_head"] = of_array(changed)
+            tensors["lm_head"] = wrap_array(changed)
         return replace(checkpoint, tensors=tensors)
 
     monkeypatch.setattr(kind, "read", read_wrongly)

@@ -34,7 +34,7 @@ def output(name: str, *arguments: object, status: int = 0) -> str:
 def shaped(monkeypatch: pytest.MonkeyPatch, sample: Path, tmp_path: Path) -> Path:
     """The sample, with its shape listed as that of E4B."""
     with mtp_extract.open(sample) as opened:
-        shape = opened.drafter().config.as_json()
+        shape = opened.read_drafter().config.as_json()
     listed = {"name": SHAPE, "base_model": BASE, "max_position_embeddings": 1024}
     names = ("backbone_hidden_size", "hidden_size", "head_dims", "num_kv_heads", "vocab_size", "sliding_window")
     table = copy.deepcopy(config.load_mapping("geometries"))

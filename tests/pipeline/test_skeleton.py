@@ -51,15 +51,15 @@ def test_no_weight_is_left_in_it(tmp_path: Path) -> None:
     content = model_in(skeleton.path)
 
     with open_bundle(sample_bundle()) as opened:
-        drafter = opened.drafter()
-        roles = [role for role in drafter.walk.roles if role.tensor is not None]
+        drafter = opened.read_drafter()
+        roles = [role for role in drafter.structure.roles if role.tensor is not None]
         kept = [role.role for role in roles if drafter.model.locate(role.tensor).read()[:LEAST] in content]
         scales = [t.quantization.scales.bytes() for role in roles if (t := role.tensor).quantization is not None]
     with open_bundle(skeleton.path, skeleton=True) as opened:
-        bare = opened.drafter()
+        bare = opened.read_drafter()
         numbers = {
             role.role: np.unique(read_floats(bare.model, role.tensor)).tolist()
-            for role in bare.walk.roles
+            for role in bare.structure.roles
             if role.tensor is not None
         }
 

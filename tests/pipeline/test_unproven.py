@@ -163,7 +163,7 @@ def test_where_attentions_cannot_be_read_place_name_and_the_known_geometry_decid
     tmp_path: Path, proven: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_bundle(edited(tmp_path / "whole.tflite", lambda _: None, "jax")) as opened:
-        shape = opened.drafter().config.as_json()
+        shape = opened.read_drafter().config.as_json()
     numbers = {name: shape.pop(name) for name in ("final_logit_softcap", "rms_norm_eps", "hidden_activation")}
     published = {"layer_types": shape.pop("layer_types"), "rope": shape.pop("rope"), "numbers": numbers}
     known = {"name": "a small one", "base_model": "org/base", **shape, "published": published}

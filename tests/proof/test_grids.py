@@ -10,7 +10,7 @@ from adversary.edits import Edit, edge, over_int
 from helpers.make_bundle import Memory
 from helpers.surgery import sound
 from helpers.variant_files import variant
-from seam import Proof, in_words, prove
+from seam import Proof, describe_proof, prove
 
 from mtp_extract import extract
 
@@ -47,14 +47,15 @@ def test_rounded_logits_are_said() -> None:
     proof = prove_with("logits", over_int(0.01))
     assert proof["rounded_activations"][0]["logits"] is True
     assert any(
-        "1 activation is INT8 in the bundle (steps of 0.01," in line and "logits" in line for line in in_words(proof)
+        "1 activation is INT8 in the bundle (steps of 0.01," in line and "logits" in line
+        for line in describe_proof(proof)
     )
 
 
 def test_a_drafter_of_floats_has_nothing_to_list() -> None:
     proof = prove(Memory(sound("torch").data()))
     assert proof["rounded_activations"] == []
-    assert not any("activation" in line for line in in_words(proof))
+    assert not any("activation" in line for line in describe_proof(proof))
 
 
 def test_the_coarsest_and_the_shortest_grids_of_a_file_are_listed() -> None:

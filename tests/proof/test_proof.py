@@ -26,10 +26,10 @@ from seam import (
     RoleError,
     UnsupportedError,
     Weight,
-    in_words,
-    of_array,
+    describe_proof,
+    list_roles,
     prove,
-    roles_of,
+    wrap_array,
 )
 
 from mtp_extract import extract
@@ -42,7 +42,7 @@ Reread = Callable[[Read], Read]
 Reconfigure = Callable[[DrafterConfig], DrafterConfig]
 
 
-def of(label: str, style: str = "torch") -> Memory:
+def load_case(label: str, style: str = "torch") -> Memory:
     """The file of a case of the adversary."""
     (case,) = [c for c in (*MUTATIONS, *REWRITES) if c.label == label]
     graph = case.apply(style)
@@ -66,7 +66,7 @@ def test_every_position_and_row_is_held(sample: Path) -> None:
     assert (proof["positions"], proof["mask_rows"]["of"]) == (256, 256)
     assert proof["position_values"] >= 4
     assert json.loads(json.dumps(proof)) == proof
-    assert any("256 positions" in line for line in in_words(proof))
+    assert any("256 positions" in line for line in describe_proof(proof))
 
 
 @pytest.mark.parametrize("windows", [(None,), (4, None), (3, 3, None)])
@@ -82,7 +82,7 @@ def test_rows_of_a_large_cache_are_alike() -> None:
 
 def test_a_coarse_table_is_said_and_the_exact_theta_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    proof = extract(of("same: rounded/fp16_rope_tables"), out).record["proof"]
+    proof = extract(load_case("same: rounded/fp16_rope_tables"), out).record["proof"]
     coarse = [line for line in proof if "exact theta" in line]
     assert ["layer 0, held in" in coarse[0], "layer 1, held in" in coarse[1]] == [True, True]
     assert len(coarse) == 2 and all("FLOAT16" in line for line in coarse)
@@ -103,7 +103,7 @@ def perturb(role: str) -> Reread:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("role", [role.name for role in roles_of(LAYERS) if role.name[:9] not in REPEATED])
+@pytest.mark.parametrize("role", [role.name for role in list_roles(LAYERS) if role.name[:9] not in REPEATED])
 def test_a_weight_that_is_off_is_named(style: str, role: str) -> None:
     with pytest.raises(ProofError, match=rf"^{role}: "):
         prove(variant(style), read=perturb(role))
@@ -123,7 +123,7 @@ def test_codes_with_the_scales_of_other_rows_are_named(name: str) -> None:
 
 
 def change_tensor(change: Callable[[Floats], Floats], role: str) -> Reread:
-    return lambda read: lambda name: of_array(change(read(name).array())) if name == role else read(name)
+    return lambda read: lambda name: wrap_array(change(read(name).array())) if name == role else read(name)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e30])
@@ -158,11 +158,11 @@ CONFIGS: dict[str, tuple[Reconfigure, str]] = {
     "window − 1": (change_layer(2, sliding_window=15), "layers.2.attention"),
     "no window": (change_layer(1, sliding_window=None), "layers.1.attention"),
     "a window in the full layer": (change_layer(3, sliding_window=16), "layers.3.attention"),
-    "theta": (lambda c: c.with_rope("sliding_attention", theta=10001.0), "layers.0.attention"),
-    "theta of the full layer": (lambda c: c.with_rope("full_attention", theta=1.001e6), "layers.3.attention"),
-    "share": (lambda c: c.with_rope("full_attention", partial_rotary_factor=0.5), "layers.3.attention"),
-    "share of one": (lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0), "layers.3.attention"),
-    "factor": (lambda c: c.with_rope("sliding_attention", factor=1.01), "layers.0.attention"),
+    "theta": (lambda c: c.replace_rope("sliding_attention", theta=10001.0), "layers.0.attention"),
+    "theta of the full layer": (lambda c: c.replace_rope("full_attention", theta=1.001e6), "layers.3.attention"),
+    "share": (lambda c: c.replace_rope("full_attention", partial_rotary_factor=0.5), "layers.3.attention"),
+    "share of one": (lambda c: c.replace_rope("full_attention", partial_rotary_factor=1.0), "layers.3.attention"),
+    "factor": (lambda c: c.replace_rope("sliding_attention", factor=1.01), "layers.0.attention"),
     "scale": (change_numbers(attention_scale=32**-0.5), "layers.0.attention"),
     "epsilon": (change_numbers(rms_norm_eps=1e-5), "rms_norm_eps"),
     "epsilon of 0": (change_numbers(rms_norm_eps=0.0), "rms_norm_eps"),
@@ -207,4 +207,4 @@ CAUSES: dict[str, tuple[type[MtpExtractError], str]] = {
 def test_the_true_cause_is_named(label: str) -> None:
     error, noun = CAUSES[label]
     with pytest.raises(error, match=noun):
-        prove(of(label))
+        prove(load_case(label))

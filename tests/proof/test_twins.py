@@ -17,7 +17,7 @@ from flatbuffers import flexbuffers
 from helpers.make_bundle import Memory, load
 from helpers.surgery import Graph
 from helpers.variant_files import variant
-from seam import MtpExtractError, UnsupportedError, checkpoint_of, flat, prove, read
+from seam import MtpExtractError, UnsupportedError, build_checkpoint, flat, prove, read
 
 MAY, APRIL = "twin_e4b_may", "twin_e2b_april"
 FULL = 3
@@ -360,7 +360,7 @@ def test_other_words_for_the_same_are_read(name: str) -> None:
 def test_a_factor_beside_the_guard_is_that_of_the_o_projection() -> None:
     g = load_twin(MAY)
     edit_guarded(lambda g, x: g.call("MUL", x, add_number(g, 2)))(g)
-    doubled, stored = (checkpoint_of(read(Memory(m.data()))).tensors for m in (g, load_twin(MAY)))
+    doubled, stored = (build_checkpoint(read(Memory(m.data()))).tensors for m in (g, load_twin(MAY)))
     role = f"layers.{FULL}.o_proj"
     np.testing.assert_array_equal(doubled[role].array(), 2 * stored[role].array())
     assert prove(Memory(g.data()))["positions"] == 256

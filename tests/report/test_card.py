@@ -20,12 +20,12 @@ from seam import verify
 import mtp_extract
 from mtp_extract import convert
 from mtp_extract.errors import HubError
-from mtp_extract.formats import FORMATS, engines_for
+from mtp_extract.formats import MTP_FORMATS, list_engines_for
 from mtp_extract.hub.upload import plan_upload
 from mtp_extract.io.address import HubAddress, parse_address
 from mtp_extract.litertlm import published
-from mtp_extract.litertlm.published import known_bundle, license_of
-from mtp_extract.report.card import UNSAID, CardWords, Verdict, build_card_metadata, model_card
+from mtp_extract.litertlm.published import find_license, find_published_bundle
+from mtp_extract.report.card import NO_CARD_WORDS, CardWords, Verdict, build_card_metadata, render_model_card
 
 WORDS = CardWords("apache-2.0", base_model="org/base")
 E4B_MAY = "0b2a8980ce155fd97673d8e820b4d29d9c7d99b8fa6806f425d969b145bd52e0"
@@ -39,7 +39,7 @@ def describe_source(repository: str) -> dict[str, Any]:
 
 
 def render_card(**changes: Any) -> str:
-    return model_card({**copy.deepcopy(RECORD), **changes})
+    return render_model_card({**copy.deepcopy(RECORD), **changes})
 
 
 def test_the_metadata_is_what_huggingface_hub_reads() -> None:
@@ -153,7 +153,7 @@ def test_statements_by_record(changes: dict[str, Any], expected: Sequence[str], 
     assert [part for part in unexpected if part in text] == []
 
 
-@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("layout", MTP_FORMATS)
 def test_each_format_is_for_its_own_engines(layout: str) -> None:
     """Each engine that loads it has a section, and the library name is one of the Hub's."""
     text = render_card(layout=layout, files={"mtp-x-Q4_0.gguf": {}} if layout == "gguf" else {})
@@ -165,12 +165,12 @@ def test_each_format_is_for_its_own_engines(layout: str) -> None:
         "llama.cpp": "-md DRAFTER/mtp-x-Q4_0.gguf",
     }
     engines = {engine for engine, mark in marks.items() if mark in text}
-    assert engines == set(engines_for(layout)) - {"tensorrt-llm", "ollama"}
-    assert ModelCard(text).data.to_dict().get("library_name", "") == FORMATS[layout].library
+    assert engines == set(list_engines_for(layout)) - {"tensorrt-llm", "ollama"}
+    assert ModelCard(text).data.to_dict().get("library_name", "") == MTP_FORMATS[layout].library
 
 
 def test_no_template_markup_is_left() -> None:
-    limited = model_card(RECORD, ["It is wide."], Verdict(True, "Refuted: config."))
+    limited = render_model_card(RECORD, ["It is wide."], Verdict(True, "Refuted: config."))
     assert "\n- It is wide.\n" in limited and "**A validation refutes this copy.** Refuted: config." in limited
     for text in (
         render_card(),
@@ -208,7 +208,7 @@ def test_a_bundle_is_known_by_its_sha256_alone() -> None:
     }
     for sha256, name in sums.items():
         provenance = {"repository": "org/any", "etag": sha256}
-        known: Any = known_bundle(SimpleNamespace(name="x", size=3659530240, provenance=provenance))
+        known: Any = find_published_bundle(SimpleNamespace(name="x", size=3659530240, provenance=provenance))
         assert (known and known["name"]) == name
 
 
@@ -219,15 +219,15 @@ def test_the_published_section_has_the_published_licence(monkeypatch: pytest.Mon
     source = {**RECORD["source"], "provenance": {}}
     assert ModelCard(render_card(source=source)).data.license == "apache-2.0"
     source["section"] = {**source["section"], "sha256": "6" * 64}
-    assert license_of({**RECORD, "source": source, "known_as": None}) is None
+    assert find_license({**RECORD, "source": source, "known_as": None}) is None
 
 
 def test_the_verdict_of_a_report_comes_first() -> None:
-    text = model_card(RECORD, report=Verdict(False, "Verified."))
+    text = render_model_card(RECORD, report=Verdict(False, "Verified."))
     assert "\n\nVerified. All figures are in `report.json`.\n\n## How to serve it" in text
 
 
-def read_sent_card(directory: Path, words: CardWords = UNSAID) -> tuple[str, tuple[str, ...]]:
+def read_sent_card(directory: Path, words: CardWords = NO_CARD_WORDS) -> tuple[str, tuple[str, ...]]:
     files, notes = plan_upload(directory, words)
     with next(file for file in files if file.path_in_repo == "README.md").as_file() as file:
         return file.read().decode(), notes

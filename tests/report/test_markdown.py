@@ -8,8 +8,8 @@ from helpers.web import HOSTILE, Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_extract.report.card import Verdict, model_card
-from mtp_extract.report.markdown import escape_invisible, escape_paragraph, plain
+from mtp_extract.report.card import Verdict, render_model_card
+from mtp_extract.report.markdown import escape_invisible, escape_markdown, escape_paragraph
 
 from .test_page import rename_all
 
@@ -29,10 +29,10 @@ def render(markdown: str, tag: str) -> tuple[list[str], set[str]]:
 
 def check_escaped(text: str) -> None:
     expected = escape_invisible(text).strip()
-    assert render(f"# {plain(text)}", "h1") == ([expected] if expected else [], {"h1"})
+    assert render(f"# {escape_markdown(text)}", "h1") == ([expected] if expected else [], {"h1"})
     assert render(escape_paragraph(text), "p") == ([expected] if expected else [], {"p"} if expected else set())
     assert render(f"- {escape_paragraph(text)}", "li") == ([expected] if expected else [], {"ul", "li"})
-    cells, tags = render(f"| a | b |\n| --- | --- |\n| {plain(text)} | c |", "td")
+    cells, tags = render(f"| a | b |\n| --- | --- |\n| {escape_markdown(text)} | c |", "td")
     assert "".join(cells).removesuffix("c").strip() == expected
     assert tags == {"table", "thead", "tbody", "tr", "th", "td"}
 
@@ -57,6 +57,6 @@ def test_a_card_of_such_names(name: str) -> None:
     source = {**rename_all(sound["source"], name), "provenance": {"url": name, name: name, "repository": name}}
     tags = []
     for record, word in ((sound, "x"), ({**rename_all(sound, name), "source": source, "layout": "litert"}, name)):
-        text = model_card(record, [word], Verdict(True, word)).split("---\n", 2)[2]
+        text = render_model_card(record, [word], Verdict(True, word)).split("---\n", 2)[2]
         tags.append({tag for tag, _ in Page(RENDER(text)).elements})
     assert tags[1] <= tags[0]

@@ -20,8 +20,8 @@ from helpers.web import HOSTILE
 from helpers.web import Page as WebPage
 
 from mtp_extract.report.markdown import escape_invisible
-from mtp_extract.report.page import Page, ReportTable, as_html
-from mtp_extract.validation.page import page_of
+from mtp_extract.report.page import Page, ReportTable, render_html
+from mtp_extract.validation.page import build_page
 from mtp_extract.validation.result import Validation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -34,7 +34,7 @@ def make_page(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **c
     (drafter,) = report["drafters"]
     drafter.update(drafts)
     drafter["worth"]["3"].update(chain)
-    return page_of(msgspec.convert({**report, **changes}, Validation))
+    return build_page(msgspec.convert({**report, **changes}, Validation))
 
 
 def read_headlines(page: Page) -> dict[str, tuple[str, str]]:
@@ -50,14 +50,14 @@ def test_the_four_figures() -> None:
         "Same text": ("5 of 5", "greedy, in float32; whatever is drafted"),
     }
     assert [head.standing for head in page.headlines] == ["good", "", "", "good"]
-    cells = WebPage(as_html(page)).within("dl")
+    cells = WebPage(render_html(page)).within("dl")
     assert cells == [cell for head in page.headlines for cell in (head.name, head.value, head.of, head.means)]
 
 
 def test_missing_figures_have_a_reason() -> None:
     alone = make_page(drafters=[], controls=[], base=None)
     assert [*read_headlines(alone).values()][1:] == [("", "it was run beside no base")] * 3
-    assert WebPage(as_html(alone)).within("dl").count("not measured") == 3
+    assert WebPage(render_html(alone)).within("dl").count("not measured") == 3
 
 
 UNASKED = {"name": "files", "what": "", "passed": None, "evidence": ""}
@@ -87,7 +87,7 @@ def test_headlines_follow_the_report(changes: dict[str, Any], figure: str, value
 
 def test_it_holds_every_table() -> None:
     page = make_page(notes=["something"])
-    web = WebPage(as_html(page))
+    web = WebPage(render_html(page))
     assert web.within("h2") == [table.title for table in sorted(page.tables, key=lambda t: t.folded)] + ["Notes"]
     cells = iter(web.within("table"))
     for table in sorted(page.tables, key=lambda t: t.folded):
@@ -118,13 +118,13 @@ def make_hostile_page(name: str) -> Page:
     drafter["workloads"], drafter["changes"] = ({name: drafter[key].popitem()[1]} for key in ("workloads", "changes"))
     drafter["worth"] = {name: drafter["worth"].popitem()[1]}
     report["drafters"].append({**drafter, "name": f"{name} 2"})
-    return page_of(msgspec.convert({**report, "notes": [name]}, Validation))
+    return build_page(msgspec.convert({**report, "notes": [name]}, Validation))
 
 
 @pytest.mark.parametrize("name", [*HOSTILE[:6], *HOSTILE[-8:]])
 def test_nothing_from_outside_is_markup(name: str) -> None:
     """Every element, attribute and address in the page is this package's."""
-    text = as_html(make_hostile_page(name))
+    text = render_html(make_hostile_page(name))
     text.encode("utf-8")
     page = WebPage(text)
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "base", "form", "a", "b"}
@@ -139,14 +139,14 @@ def test_nothing_from_outside_is_markup(name: str) -> None:
 
 def test_without_matplotlib_a_note_replaces_the_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_extract.report.page.find_spec", lambda name: None)
-    assert "Nothing is drawn: matplotlib is missing" in as_html(make_page())
+    assert "Nothing is drawn: matplotlib is missing" in render_html(make_page())
 
 
 def test_it_loads_nothing_and_is_the_same_again() -> None:
-    text = as_html(make_page())
+    text = render_html(make_page())
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
     assert not re.findall(r"https?://", re.sub(r"base64,[^\"]*", "", text))
-    assert text == as_html(make_page())
+    assert text == render_html(make_page())
 
 
 def measure_overflow(pages: Mapping[str, str], folder: Path) -> dict[str, list[int]]:
@@ -185,5 +185,5 @@ def test_nothing_is_cut_off_at_any_width(tmp_path: Path) -> None:
     many = tuple(f"column {n}" for n in range(14))
     wide = ReportTable("Wide", many, [("x" * 80, *["12.34 (11.11–13.13)"] * 13)], what="Many columns.")
     pages = {"sample": make_page(), "wide": replace(make_page(drafter="x" * 300), tables=[wide])}
-    opened = {name: as_html(page).replace("<details", "<details open") for name, page in pages.items()}
+    opened = {name: render_html(page).replace("<details", "<details open") for name, page in pages.items()}
     assert measure_overflow(opened, tmp_path) == dict.fromkeys(pages, [0] * len(WIDTHS))

@@ -23,7 +23,7 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.drafter.load import load_any
+from mtp_extract.drafter.load import load_any_drafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.insertion.base import find_base
 from mtp_extract.speculate.loop import SpeculativeGenerator
@@ -54,7 +54,7 @@ def test_a_bundle_has_what_published_ones_have(root: Path, tmp_path: Path) -> No
     with open_bundle(root / "bundle.litertlm") as opened:
         found = find_base(opened)
         kinds = [section.model_type for section in opened.sections]
-        subgraphs = len(opened.model(opened.sections[kinds.index("prefill_decode")]).subgraphs)
+        subgraphs = len(opened.read_model(opened.sections[kinds.index("prefill_decode")]).subgraphs)
     assert len(kinds) == 13 and len(set(kinds)) == 11
     assert subgraphs > 120
     names = {weight.name for weight in TINY.tensors()}
@@ -65,7 +65,7 @@ def test_a_bundle_has_what_published_ones_have(root: Path, tmp_path: Path) -> No
 
 def test_base_and_drafter_are_a_pair(root: Path, tmp_path: Path) -> None:
     extract(root / "bundle.litertlm", tmp_path / "out")
-    drafter = load_any(tmp_path / "out")
+    drafter = load_any_drafter(tmp_path / "out")
     loaded = load_base(str(root / "base"), "cpu")
     assert loaded.dtype == "bfloat16"
     made = SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer)

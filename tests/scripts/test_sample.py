@@ -126,7 +126,7 @@ def test_batches(tokenizer: PreTrainedTokenizerFast) -> None:
 def _names(bundle: Path) -> dict[str, tuple[str | None, tuple[str, ...]]]:
     """By role, what the constant is called, and the result of the norm's composite that reads it."""
     with mtp_extract.open(bundle) as opened:
-        roles = opened.drafter().walk.roles
+        roles = opened.read_drafter().structure.roles
         return {role.role: (role.tensor.name if role.tensor else None, role.known_as[-1:]) for role in roles}
 
 
@@ -138,13 +138,13 @@ def test_its_names_are_those_that_jax2tf_wrote(sample: Path) -> None:
         role: names for role, names in expected.items() if role not in scalars
     }
     with mtp_extract.open(sample_bundle()) as opened:
-        assert set(opened.drafter().names.unrecognised) == scalars
-        assert len(opened.drafter().names.confirmed) == 44
+        assert set(opened.read_drafter().names.unrecognised) == scalars
+        assert len(opened.read_drafter().names.confirmed) == 44
 
 
 def test_llama_cpp_loads_it() -> None:
     """It refuses a drafter as wide as its base, and its blocks hold 32 weights of a row."""
     with mtp_extract.open(sample_bundle()) as opened:
-        config = opened.drafter().config
+        config = opened.read_drafter().config
     assert config.backbone_hidden_size > config.hidden_size
     assert config.hidden_size % 32 == 0

@@ -16,7 +16,7 @@ from helpers.model_server import KEY, MANNERS, MODEL, PAGES, ModelServer, accoun
 from mtp_extract.cli._options import read_key
 from mtp_extract.errors import MtpExtractError, ServerError
 from mtp_extract.serving import client
-from mtp_extract.serving.client import Answer, Server, question, read_answer
+from mtp_extract.serving.client import Answer, Server, build_request, read_answer
 from mtp_extract.serving.counters import Counters, parse_page_counters, read_answer_counters
 
 PROMPT = "class Foo(object):"
@@ -24,7 +24,7 @@ RECORDED = PAGES.parent / "data" / "vllm-0.32.0"
 
 
 def ask(server: Server, prompt: str = PROMPT, most: int = 3, *, chat: bool = False, **more: Any) -> Answer:
-    (answer,) = server.ask([question(prompt, most, chat, **more)])
+    (answer,) = server.ask([build_request(prompt, most, chat, **more)])
     return answer
 
 
@@ -398,7 +398,7 @@ def test_pages_without_counters(connect: Connect, vllm: ModelServer) -> None:
     pages = [body(page, "a/b") for page in (other_page, *(b"vllm:request_success_total " + value for value in values))]
     for answer in (status(501), *pages, send_endlessly(b"}{" * (1 << 15), "text/plain")):
         vllm.overrides["/metrics"] = answer
-        assert server.counters() == Counters()
+        assert server.read_counters() == Counters()
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_sixty_four_of_sixty_four_are_in_flight(connect: Connect, vllm: ModelSer
     """The server answers none of them before all have arrived."""
     waiting, usual_answer = threading.Barrier(64), vllm.answer
     vllm.answer = lambda prompt, most: (waiting.wait(HANG), usual_answer(prompt, most))[1]
-    answers = connect(vllm.url).ask([question("x" * number, 3) for number in range(64)], 64)
+    answers = connect(vllm.url).ask([build_request("x" * number, 3) for number in range(64)], 64)
     assert [answer.text for answer in answers] == ["".join(words_of("x" * number, 3)) for number in range(64)]
 
 
@@ -483,7 +483,7 @@ def test_the_next_is_sent_as_soon_as_one_has_ended(connect: Connect, vllm: Model
         return usual_answer(prompt, most)
 
     vllm.answer = answer
-    answers = connect(vllm.url).ask([question(prompt, 3) for prompt in "abc"], 2)
+    answers = connect(vllm.url).ask([build_request(prompt, 3) for prompt in "abc"], 2)
     assert [answer.text for answer in answers] == ["".join(words_of(prompt, 3)) for prompt in "abc"]
 
 
@@ -493,7 +493,7 @@ def test_the_first_error_ends_all(connect: Connect, vllm: ModelServer) -> None:
     vllm.answer = lambda prompt, most: usual_answer(prompt, most) if prompt == "a" else [str(never.wait(HANG))]
     vllm.lies = {"a": 1 << 40}
     with pytest.raises(ServerError, match="expected counts of an answer"):
-        connect(vllm.url).ask([question(prompt, 3) for prompt in "abcdefgh"], 2)
+        connect(vllm.url).ask([build_request(prompt, 3) for prompt in "abcdefgh"], 2)
     assert len(vllm.asked) <= 3
     never.set()
 
@@ -503,5 +503,5 @@ def test_each_request_has_a_connection_of_its_own(connect: Connect, vllm: ModelS
     addresses, server = [], connect(vllm.url)
     vllm.overrides["/metrics"] = lambda handler: addresses.append(handler.client_address) or handler.json({}, 404)
     for _ in range(3):
-        server.counters()
+        server.read_counters()
     assert len(set(addresses)) == 3

@@ -99,7 +99,7 @@ def test_the_way_down_is_the_base_s() -> None:
 def test_what_a_tree_leaves_is_what_a_chain_leaves(window: int) -> None:
     """After a way down is kept, K, V and states are those of a plain forward over the text."""
     base = Base(random_base(sliding_window=window))
-    text, cache = torch.arange(5, 14)[None], base.new_cache()
+    text, cache = torch.arange(5, 14)[None], base.build_cache()
     way = [0, PATHS.index((2,)), PATHS.index((2, 1))]
     with torch.inference_mode():
         base.keep(cache, base.feed(text, cache=cache), range(9))

@@ -17,7 +17,7 @@ import mtp_extract
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, FaultyDrafter
 from mtp_extract.speculate.drafts import AdaptiveDrafts, DraftTree
 from mtp_extract.speculate.loop import Drafts, SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Text, draft_teacher_forced
 
 TOKENS = 80
 """Generated in most tests: five windows of the trained base."""
@@ -112,7 +112,7 @@ def test_first_round_drafts_are_those_of_transformers(pair: Pair, tmp_path: Any)
             candidates, _ = theirs.get_candidates(known, kwargs, out, is_first_iteration=False, n_last_matches=last)
         expected = candidates[0, known.shape[1] :].tolist()
         text = Text((*known[0].tolist(), 0), len(prompt))
-        ours = teacher_forced(pair.generator.base, FaultyDrafter(pair.drafter, TRANSFORMERS), [text], 5)
+        ours = draft_teacher_forced(pair.generator.base, FaultyDrafter(pair.drafter, TRANSFORMERS), [text], 5)
         seen.append(ours.drafts.tolist()[0])
         assert seen[-1] == expected
     assert len({tuple(drafts) for drafts in seen}) > 2

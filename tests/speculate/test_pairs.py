@@ -106,7 +106,7 @@ def test_text_begins_with_one_bos_whatever_the_tokenizer_does(pair: Pair) -> Non
         assert codec.encode((2, *ids)) == (2, *ids)
         assert codec.encode(ids) == ids
         assert codec.encode(HELLO).count(2) == 1
-        assert codec.continued("hello") == ids
+        assert codec.encode_continuation("hello") == ids
 
 
 def test_messages_that_cannot_be_written(pair: Pair) -> None:

@@ -14,7 +14,7 @@ from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDraf
 from mtp_extract.errors import PairError
 from mtp_extract.speculate import teacher
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Agreement, Text, teacher_forced
+from mtp_extract.speculate.teacher import Agreement, Text, draft_teacher_forced
 
 STEPS = 4
 
@@ -38,11 +38,11 @@ def test_batched_is_stepping(
 ) -> None:
     base = pair.generator.base
     args = (base, FaultyDrafter(pair.drafter, convention), texts, STEPS)
-    batched = teacher_forced(*args)
+    batched = draft_teacher_forced(*args)
     assert_same(batched, teacher_forced_by_stepping(*args))
     assert len(batched.anchor) == sum(len(text.anchors) for text in texts)
     monkeypatch.setattr(teacher, "_LOGITS_AT_ONCE", 7 * len(texts) * 512)
-    assert_same(batched, teacher_forced(*args))
+    assert_same(batched, draft_teacher_forced(*args))
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 2}, {"sliding_window": 64}, {"num_kv_shared_layers": 0}])
@@ -51,7 +51,7 @@ def test_batched_is_stepping_for_other_bases(changes: dict[str, Any]) -> None:
     drafter = random_drafter(base.model)
     tokens = torch.randint(0, 40, (3, 30), generator=torch.Generator().manual_seed(2)).tolist()
     texts = [Text(tuple(tokens[0]), 0), Text(tuple(tokens[1][:17]), 9), Text(tuple(tokens[2][:4]), 4)]
-    batched = teacher_forced(base, drafter, texts, 3)
+    batched = draft_teacher_forced(base, drafter, texts, 3)
     assert_same(batched, teacher_forced_by_stepping(base, drafter, texts, 3))
     assert batched.text.tolist() == [0] * 28 + [1] * 7
     assert batched.anchor[:28].tolist() == list(range(1, 29))
@@ -64,11 +64,11 @@ def test_a_drafter_of_no_numbers_ranks_no_token() -> None:
     broken = random_drafter(base.model)
     with torch.no_grad():
         broken.final_norm.weight.fill_(torch.nan)
-    found = teacher_forced(base, broken, [Text(tuple(range(1, 20)), 5)], 2)
+    found = draft_teacher_forced(base, broken, [Text(tuple(range(1, 20)), 5)], 2)
     assert (found.ranks[found.targets >= 0] >= base.vocab_size).all()
     assert (found.ranks[found.targets < 0] == -1).all()
 
 
 def test_texts_too_short(pair: Pair) -> None:
     with pytest.raises(PairError, match="at least two generated tokens"):
-        teacher_forced(pair.generator.base, pair.drafter, [Text((1, 2, 3), 2)], 2)
+        draft_teacher_forced(pair.generator.base, pair.drafter, [Text((1, 2, 3), 2)], 2)

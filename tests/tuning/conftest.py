@@ -19,20 +19,20 @@ from helpers.random_pairs import random_base, random_drafter
 from helpers.reporters import Recorder
 from helpers.threads import single_thread  # noqa: F401 - a fixture
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import MATRIX
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, wrap_array, wrap_codes
 from mtp_extract.drafter.load import Network, load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
-from mtp_extract.evaluation.prompts import shipped_prompts
+from mtp_extract.evaluation.prompts import load_shipped_prompts
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.progress import SILENT
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.tuning import corpus, ordered, pair, rounds
 from mtp_extract.tuning import train as train_module
-from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, split_of
+from mtp_extract.tuning.corpus import HELD_OUT, TRAINED, WATCHED, Corpus, choose_side
 from mtp_extract.tuning.latents import MODES, Latents
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.tuning.train import TrainingProgress, train
@@ -46,7 +46,7 @@ def quantize_rows(weight: np.ndarray, bits: int = 4) -> Weight:
     most = (1 << bits - 1) - 1
     size = (np.abs(weight).max(axis=1, keepdims=True) / most).astype(np.float32)
     codes = np.rint(weight / size).astype(np.int8)
-    return of_codes(codes, Packing(bits, True), Steps.around_zero(weight.shape[1], size))
+    return wrap_codes(codes, Packing(bits, True), Steps.around_zero(weight.shape[1], size))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,9 +104,9 @@ def tiny() -> Tiny:
     base = Base(random_base())
     drafter = random_drafter(base.model, final_logit_softcap=30.0)
     tensors = dict[str, Weight]()
-    for role, shape in shapes_of(drafter.config).items():
+    for role, shape in list_shapes(drafter.config).items():
         weight = drafter.state_dict()[role.path].numpy().reshape(shape)
-        tensors[role.name] = quantize_rows(weight) if role.kind == MATRIX else of_array(weight)
+        tensors[role.name] = quantize_rows(weight) if role.kind == MATRIX else wrap_array(weight)
     checkpoint = Checkpoint(drafter.config, MappingProxyType(tensors), "f32")
     generator = torch.Generator().manual_seed(5)
     starts = torch.randint(40, (8, 3), generator=generator)
@@ -123,7 +123,7 @@ TAILS = ("a", "Foo", "os", "i in range(", "self", "None", "open(", "value", "nam
 @pytest.fixture(scope="package", autouse=True)
 def _use_small_inputs() -> Iterator[None]:
     """Load the base once, and use few shipped prompts, for each of which the base writes a text."""
-    few = shipped_prompts(1)
+    few = load_shipped_prompts(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
         patch.setattr(train_module, "ANCHORS", 6)
@@ -141,7 +141,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 def choose_sources(sources: Iterable[str], sides: Mapping[str, int]) -> list[list[str]]:
     """Return for each side the first of the ``sources`` that are on it, as many as ``sides`` says."""
     every = list(sources)
-    chosen = [[source for source in every if split_of(source) == side][:count] for side, count in sides.items()]
+    chosen = [[source for source in every if choose_side(source) == side][:count] for side, count in sides.items()]
     assert [*map(len, chosen)] == [*sides.values()]
     return chosen
 

@@ -16,9 +16,9 @@ from mtp_extract.bundle import open_bundle
 from mtp_extract.cli.inspect import app
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.errors import MtpExtractError, UnsupportedError
-from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.insertion.run import plan_insertion
+from mtp_extract.pipeline.check import CheckpointDirectory
+from mtp_extract.pipeline.extraction import build_checkpoint
 from mtp_extract.pipeline.inspection import inspect_checkpoint
 from mtp_extract.tuning.run import run_tuning
 
@@ -35,15 +35,15 @@ def tuned(plan: Plans, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_drafter(ReadDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
+    return load_drafter(CheckpointDirectory.of(directory).checkpoint, dtype=torch.float32).state_dict()
 
 
 def read_inserted(directory: Path, bundle: Path, out: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the drafter of ``bundle`` after ``directory`` has been inserted."""
-    with planned_insertion(directory, bundle) as planned:
+    with plan_insertion(directory, bundle) as planned:
         planned.write(out)
     with open_bundle(out) as opened:
-        return load_drafter(checkpoint_of(opened.drafter()), dtype=torch.float32).state_dict()
+        return load_drafter(build_checkpoint(opened.read_drafter()), dtype=torch.float32).state_dict()
 
 
 def test_codes_are_kept_in_another_format(tuned: Path, tmp_path: Path) -> None:

@@ -20,13 +20,13 @@ from seam import verify
 from mtp_extract import convert
 from mtp_extract.architecture.eagle3 import Eagle3Config
 from mtp_extract.drafter.eagle3 import Eagle3Drafter
-from mtp_extract.drafter.load import load_any
+from mtp_extract.drafter.load import load_any_drafter
 from mtp_extract.drafter.mtp import LITERT
 from mtp_extract.formats import read_checkpoint
-from mtp_extract.pipeline.check import ReadDirectory
+from mtp_extract.pipeline.check import CheckpointDirectory
 from mtp_extract.speculate.loop import SpeculativeGenerator
 from mtp_extract.speculate.target import Base
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Text, draft_teacher_forced
 from mtp_extract.tuning import loss, rounds
 from mtp_extract.tuning import train as train_module
 from mtp_extract.tuning.eagle3 import (
@@ -86,7 +86,7 @@ def test_the_input_norm_equalizes_layers() -> None:
     sizes = measure_state_sizes(base, config.base_layers, texts)
     assert max(sizes) > 50 * min(sizes)
     checkpoint = build_head(base, 32, texts)
-    head = load_any(checkpoint)
+    head = load_any_drafter(checkpoint)
     assert isinstance(head, Eagle3Drafter) and head.input_norm is not None
     with torch.inference_mode():
         states = base.feed(tokens, config.base_layers).layers
@@ -104,7 +104,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     base = Base(random_base(tie_word_embeddings=False, **KINDS[kind]))
     texts = write_texts(base)
     checkpoint = build_head(base, 32, texts)
-    head = load_any(checkpoint)
+    head = load_any_drafter(checkpoint)
     assert isinstance(head, Eagle3Drafter)
     loop = SpeculativeGenerator(base, head)
     results = [loop.generate(prompt, max_new_tokens=24, drafts=3, stop_token_ids=[]) for prompt in PROMPTS]
@@ -115,7 +115,7 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     batch = Batch.of(states.look_up(texts), head.needs, anchors, anchors > 0, torch.device("cpu"))
     with torch.no_grad():
         first = head.logits(Rounds(head, 2)(batch, base.embed, LITERT)[0]).argmax(-1)
-    drafted = teacher_forced(base, head, texts, 1)
+    drafted = draft_teacher_forced(base, head, texts, 1)
     chosen = torch.isin(drafted.anchor, torch.tensor([9, 12]))
     assert first.flatten().tolist() == drafted.drafts[chosen].flatten().tolist()
 
@@ -137,14 +137,14 @@ def test_a_head_for_every_kind_of_base(kind: str, tmp_path: Path, monkeypatch: p
     assert 0 < max(sizes) <= 12 * base.vocab_size
     losses = [entry["loss"] for entry in progress.history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
-    after = measure_acceptance(pair, load_any(latents.build_checkpoint(progress.results)), texts)
+    after = measure_acceptance(pair, load_any_drafter(latents.build_checkpoint(progress.results)), texts)
     assert after.teacher_forced > before.teacher_forced + 0.2
 
 
 def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     base = Base(random_base())
     texts, plan = [Text((1, 39, 38, 39), 1)], TuningPlan(None, "org/base", work=tmp_path, mode="eagle3", draft_vocab=24)
-    taken: list[ReadDirectory] = []
+    taken: list[CheckpointDirectory] = []
     pair = beside(plan, base, None, loaded=SimpleNamespace(dtype="float32"), load_origin=taken.append)
     # What an earlier training left is replaced.
     for _ in range(2):
@@ -152,11 +152,11 @@ def test_what_is_written_is_what_engines_load(tmp_path: Path) -> None:
     assert not read_checkpoint(taken[1].directory).findings
     written = read_checkpoint(taken[1].directory)
     assert written.config == replace(build_head(base, 24, texts).config, base="org/base")
-    loaded = load_any(written)
+    loaded = load_any_drafter(written)
     assert isinstance(loaded, Eagle3Drafter)
     assert loaded.targets.tolist() == [*range(22), 38, 39]
     assert torch.equal(loaded.lm_head.weight, base.model.lm_head.weight[loaded.targets])
-    assert loaded.rows(torch.tensor([0, 22, 39])).tolist() == [0, -1, 23]
+    assert loaded.find_rows(torch.tensor([0, 22, 39])).tolist() == [0, -1, 23]
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_targets(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_only_tokens_of_the_draft_vocabulary_are_targets(tmp_path: Path) -> None
         options = {"mode": "eagle3", "objective": objective, "temperature": temperature, "steps": 4, "batch": 3}
         plan = TuningPlan(None, "base", work=tmp_path / objective, **options)
         latents = Latents(checkpoint, MODES["eagle3"])
-        progress = train_in_memory(plan, base, load_any(checkpoint), latents, (tuple(texts),), tuple(texts))
+        progress = train_in_memory(plan, base, load_any_drafter(checkpoint), latents, (tuple(texts),), tuple(texts))
         losses = [entry["loss"] for entry in progress.history if "loss" in entry]
         assert all(np.isfinite(losses)) and losses[-1] < losses[0]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_extract.architecture import shapes_of
+from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.roles import MATRIX
 from mtp_extract.checkpoint.checkpoint import Checkpoint
-from mtp_extract.checkpoint.weight import Steps, Weight, of_array, of_codes
+from mtp_extract.checkpoint.weight import Steps, Weight, wrap_array, wrap_codes
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.litertlm.storage import Packing
 from mtp_extract.tuning.latents import MODES, Latents
@@ -51,7 +51,7 @@ def test_qat_stays_on_the_stored_grid(tiny: Tiny) -> None:
     tuned = move_all(latents)
     weights, drafter = latents(torch.float32), load_drafter(tuned).state_dict()
     changed = 0
-    for role in shapes_of(tiny.checkpoint.config):
+    for role in list_shapes(tiny.checkpoint.config):
         if role.kind != MATRIX:
             continue
         old, new = tiny.checkpoint.tensors[role.name], tuned.tensors[role.name]
@@ -82,7 +82,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
     stored = random.integers(low, high + 1, shape).astype(np.int8 if signed else np.uint8)
     size = random.uniform(0.01, 0.2, (shape[0], shape[1] // 4)).astype(np.float32)
     steps = Steps(4, size, np.full(size.shape, zero_point, np.int64), factor)
-    latents = replace_weights(tiny, "qat", {"lm_head": of_codes(stored, Packing(4, signed), steps)})
+    latents = replace_weights(tiny, "qat", {"lm_head": wrap_codes(stored, Packing(4, signed), steps)})
     assert np.array_equal(latents.build_checkpoint(latents.copy_results()).tensors["lm_head"].codes(), stored)
     for moved_by, end in ((100.0, high), (-200.0, low)):
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_grids_of_every_kind(tiny: Tiny, factor: float, signed: bool, zero_point
 
 
 def test_norms_move_in_units_of_their_size(tiny: Tiny) -> None:
-    latents = replace_weights(tiny, "norms", {"final_norm": of_array(np.full(16, 50.0, np.float32))})
+    latents = replace_weights(tiny, "norms", {"final_norm": wrap_array(np.full(16, 50.0, np.float32))})
     with torch.no_grad():
         latents.values["final_norm"] += 0.01
     assert latents(torch.float32)["final_norm.weight"].tolist() == pytest.approx([50.5] * 16)

@@ -94,7 +94,7 @@ def test_transformers_loads_it_strictly_and_computes_the_same(headed: Outcome) -
     assert headed.directory is not None
     with open_bundle(first_bundle()) as opened:
         drafter = load_drafter(headed.directory, dtype=torch.float32)
-        check = check_transformers(headed.directory, drafter, opened.drafter())
+        check = check_transformers(headed.directory, drafter, opened.read_drafter())
     assert check.passed, check.evidence
 
 

@@ -13,7 +13,7 @@ import pytest
 from seam import verify
 from torch.distributed import TCPStore
 
-from mtp_extract.evaluation.prompts import shipped_prompts
+from mtp_extract.evaluation.prompts import load_shipped_prompts
 from mtp_extract.tuning import corpus, train
 from mtp_extract.tuning.run import run_tuning
 
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], int]] = {
 def test_two_processes_give_the_result_of_one(plan: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, loss at every step and result, for a tuned drafter and for a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
-    few = shipped_prompts(FEW)
+    few = load_shipped_prompts(FEW)
     monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: few)
     monkeypatch.setattr(train, "ANCHORS", 24)
     commands = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter
-from mtp_extract.speculate.teacher import Text, teacher_forced
+from mtp_extract.speculate.teacher import Text, draft_teacher_forced
 from mtp_extract.tuning.rounds import (
     Batch,
     Rounds,
@@ -35,7 +35,7 @@ def write_by_drafter(tiny: Tiny, convention: Convention) -> Text:
     for _ in range(5):
         # The one anchor of this text is its last token but one.
         ahead = Text((*tokens, 0), len(tokens) - 1)
-        drafts = teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), [ahead], STEPS).drafts
+        drafts = draft_teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), [ahead], STEPS).drafts
         tokens += drafts[0].tolist()
     return Text(tuple(tokens), 1)
 
@@ -51,7 +51,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     texts = [*tiny.texts, write_by_drafter(tiny, convention)]
     batch = build_batch(tiny, texts)
     drafts = compute_logits(tiny, batch, convention).argmax(-1)
-    forced = teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), texts, STEPS)
+    forced = draft_teacher_forced(tiny.base, FaultyDrafter(tiny.drafter, convention), texts, STEPS)
     compared = 0
     for row, at in batch.real.nonzero().tolist():
         (index,) = ((forced.text == row) & (forced.anchor == batch.anchors[row, at])).nonzero().flatten().tolist()
@@ -63,7 +63,7 @@ def test_drafts_are_those_of_teacher_forcing(tiny: Tiny, convention: Convention)
     assert compared >= batch.real.sum() + 2 * 5
     # The base's choices are the tokens of its own greedy text.
     texts = list(tiny.texts)
-    batch, forced = build_batch(tiny, texts), teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
+    batch, forced = build_batch(tiny, texts), draft_teacher_forced(tiny.base, tiny.drafter, texts, STEPS)
     where, counts = find_target_positions(batch, STEPS), mark_counted_drafts(batch, STEPS, greedy=True)
     choices = batch.choices.flatten()[where]
     following = batch.base_output.tokens.flatten()[(where + 1).clamp(max=batch.base_output.tokens.numel() - 1)]

@@ -16,7 +16,7 @@ from seam import verify
 
 from mtp_extract.cli.tune import _TuningReporter
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError
-from mtp_extract.io.place import staged
+from mtp_extract.io.place import stage_output
 from mtp_extract.io.threads import Interrupted
 from mtp_extract.tuning import corpus as texts
 from mtp_extract.tuning.corpus import gather_texts
@@ -130,7 +130,7 @@ def test_refused_before_any_work(plan: Plans, tmp_path: Path) -> None:
 
 def test_only_the_first_process_checks_the_target(plan: Plans, tmp_path: Path, monkeypatch: Any) -> None:
     """The check locks the target, so that a second process at the same time would be refused."""
-    with staged(tmp_path / "out", overwrite=False, listed=lambda path: []):
+    with stage_output(tmp_path / "out", overwrite=False, listed=lambda path: []):
         monkeypatch.setenv("RANK", "1")
         plan(tmp_path / "out").check()
         monkeypatch.setenv("RANK", "0")
@@ -146,7 +146,7 @@ def test_processes_are_limited_by_batch_and_mode(plan: Plans, tmp_path: Path, mo
 
 
 def test_a_hash_of_the_source_decides_the_side() -> None:
-    sides = [texts.split_of(f"source {number}") for number in range(4000)]
+    sides = [texts.choose_side(f"source {number}") for number in range(4000)]
     assert sides.count(texts.WATCHED) / 4000 == pytest.approx(0.08, abs=0.02)
     assert sides.count(texts.HELD_OUT) / 4000 == pytest.approx(0.12, abs=0.02)
 

@@ -74,7 +74,7 @@ def test_a_run_resumes_with_the_missing_texts(plan: Plans, served: ModelServer, 
         pass
 
     class Stopping(Recorder):
-        def done(self, part: str, number: int, total: int, unit: str = "") -> None:
+        def report_progress(self, part: str, number: int, total: int, unit: str = "") -> None:
             if number >= 8:
                 raise Stopped
 
@@ -99,7 +99,7 @@ def test_text_without_token_ids_is_encoded(plan: Plans, served: ModelServer, wri
     served.write = lambda request: replace(write(request), ids=None)
     pair = Pair(plan_with_server(plan, tmp_path / "tuned", served))
     for text in gather_texts(pair).kinds[0]:
-        assert pair.codec.continued(pair.codec.decode(text.continuation) or "") == text.continuation
+        assert pair.codec.encode_continuation(pair.codec.decode(text.continuation) or "") == text.continuation
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -120,7 +120,7 @@ def test_half_of_the_score_is_where_training_has_seen_nothing() -> None:
     untrained = [Text(tuple(range(100 + 40 * n, 130 + 40 * n)), 1) for n in range(5)]
     watched = (*(Text((*range(30), 300 + n), 1) for n in range(5)), *untrained)
     trained, text = Corpus(((Text(tuple(range(30)), 1),),), watched, (), 0), torch.arange(10).repeat_interleave(10)
-    measured = Acceptance.over(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
+    measured = Acceptance.from_stands(text, torch.arange(10, 20).repeat(10), (text < 5).double()[:, None].expand(-1, 3))
     assert trained.compute_score(measured) == pytest.approx((4 + 1) / 2)
     few = measured.of([0, 1, 2, 3, 4, 5])
     assert trained.compute_score(few) == few.teacher_forced > 4 - 1
@@ -140,7 +140,7 @@ def test_eight_tokens_decide_what_was_trained_on(steps: int) -> None:
     index, anchor = torch.tensor(places).T
     nothing = torch.zeros(len(places), steps, dtype=torch.double)
     on_trained = was_trained_on(
-        Acceptance.over(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).sequences
+        Acceptance.from_stands(index, anchor, nothing), texts, Corpus((tuple(trained),), (), (), 0).sequences
     )
 
     def stands(number: int, n: int) -> bool:
@@ -150,4 +150,6 @@ def test_eight_tokens_decide_what_was_trained_on(steps: int) -> None:
 
     assert on_trained.tolist() == [stands(number, n) for number, n in places]
     assert 0.1 < float(on_trained.double().mean()) < 0.9
-    assert not was_trained_on(Acceptance.over(index, anchor, nothing), texts, Corpus((), (), (), 0).sequences).any()
+    assert not was_trained_on(
+        Acceptance.from_stands(index, anchor, nothing), texts, Corpus((), (), (), 0).sequences
+    ).any()

@@ -28,7 +28,7 @@ def measure(texts: int, accepted: float | Tensor) -> Acceptance:
     rates = torch.as_tensor(accepted).expand(texts).repeat_interleave(ANCHORS)
     stands = (torch.arange(texts * ANCHORS) % 10 < 10 * rates).double()
     text = torch.arange(texts).repeat_interleave(ANCHORS)
-    return Acceptance.over(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
+    return Acceptance.from_stands(text, 1 + torch.arange(len(text)) % ANCHORS, stands[:, None].expand(-1, K).clone())
 
 
 def make_text(number: int, words: int = 3 * ANCHORS) -> Text:
@@ -76,8 +76,8 @@ def test_longer_drafts_in_as_many_rounds_are_no_gain() -> None:
     """Drafts improve only where no round begins."""
     even = (torch.arange(20 * ANCHORS) % 2 == 0)[:, None]
     both, places = torch.ones(20 * ANCHORS, K, dtype=torch.double), measure(20, 0.0)
-    before = Acceptance.over(places.text, places.anchor, both * even * torch.tensor([1, 0]))
-    after = Acceptance.over(places.text, places.anchor, both * ~even)
+    before = Acceptance.from_stands(places.text, places.anchor, both * even * torch.tensor([1, 0]))
+    after = Acceptance.from_stands(places.text, places.anchor, both * ~even)
     comparisons = compare(("code",) * 20, 20, before, after)
     assert comparisons.overall.change.interval and comparisons.overall.change.interval.low > 0
     (reason,) = comparisons.list_refusals()
@@ -92,7 +92,7 @@ def test_a_gain_on_trained_sequences_alone_refuses() -> None:
     lost = torch.arange(40 * ANCHORS) % ANCHORS == ANCHORS - 6
     assert bool(stands[lost].all())
     stands[lost] = 0
-    after = Acceptance.over(before.text, before.anchor, stands)
+    after = Acceptance.from_stands(before.text, before.anchor, stands)
     # Sequences of eight that end at most at an anchor in the first half, and two drafts.
     trained = [Text(make_text(number).tokens[: 1 + ANCHORS // 2 + K], 1) for number in range(40)]
     comparisons = compare(("code",) * 40, 40, before, after, trained)

@@ -11,7 +11,7 @@ from helpers.prompt_files import write_prompts
 from helpers.threads import single_thread  # noqa: F401 - a fixture
 
 import mtp_extract
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluation.base_model import load_base
@@ -43,9 +43,9 @@ def drafter(checkpoint: Path) -> MtpDrafter:
 
 
 @pytest.fixture(scope="module")
-def source() -> Iterator[Shard]:
+def source() -> Iterator[BundledDrafter]:
     with mtp_extract.open(first_bundle()) as opened:
-        yield opened.drafter()
+        yield opened.read_drafter()
 
 
 @pytest.fixture(scope="session")

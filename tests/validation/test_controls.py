@@ -107,7 +107,7 @@ def test_changes_one_argument(drafter: MtpDrafter, name: str, field: str) -> Non
         "embedding": lambda before: before / 8,
         "sine": lambda before: drafter.start(known, TRANSFORMERS).views[0].angles.sine,
     }
-    one = BY_NAME[name].broken(drafter)
+    one = BY_NAME[name].build_faulty(drafter)
     other = one.start(known)
     for _ in range(2):
         reads = []

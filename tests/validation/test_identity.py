@@ -19,16 +19,16 @@ from seam import verify_against
 
 import mtp_extract
 from mtp_extract import convert
-from mtp_extract.architecture.roles import roles_of
-from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.architecture.roles import list_roles
+from mtp_extract.bundle import BundledDrafter, open_bundle
 from mtp_extract.checkpoint.files import read_header
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
-from mtp_extract.formats import FORMATS, read_checkpoint
+from mtp_extract.formats import MTP_FORMATS, read_checkpoint
 from mtp_extract.pipeline import identity
 from mtp_extract.pipeline.check import Check
 from mtp_extract.pipeline.identity import NEEDED, check_identity
 
-ROLES = {role.name: role.names["transformers"] for role in roles_of(4)}
+ROLES = {role.name: role.names["transformers"] for role in list_roles(4)}
 WEIGHTS = "model.safetensors"
 
 
@@ -71,11 +71,11 @@ def copy(stored: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 
-def run_checks(directory: Path, source: Shard) -> dict[str, Check]:
+def run_checks(directory: Path, source: BundledDrafter) -> dict[str, Check]:
     return {check.name: check for check in check_identity(directory, source)}
 
 
-def list_refuted(directory: Path, source: Shard) -> str:
+def list_refuted(directory: Path, source: BundledDrafter) -> str:
     """What is said of it: the evidence of the first check that fails, or the message that refuses it."""
     try:
         return next(check.evidence for check in run_checks(directory, source).values() if check.passed is False)
@@ -84,7 +84,7 @@ def list_refuted(directory: Path, source: Shard) -> str:
         return str(error)
 
 
-def test_a_sound_directory_is_the_drafter(stored: Path, source: Shard, sample: Path, tmp_path: Path) -> None:
+def test_a_sound_directory_is_the_drafter(stored: Path, source: BundledDrafter, sample: Path, tmp_path: Path) -> None:
     found = run_checks(stored, source)
     assert {name: check.passed for name, check in found.items()} == dict.fromkeys((*NEEDED, "record"), True)
     with open_bundle(sample) as opened:
@@ -101,7 +101,7 @@ CASES += [("bf16", role, "one bit") for role in ("pre_projection", "layers.3.lay
 
 
 @pytest.mark.parametrize(("stored", "role", "fault"), CASES, indirect=["stored"])
-def test_a_tensor_that_is_another_is_named(copy: Path, source: Shard, role: str, fault: str) -> None:
+def test_a_tensor_that_is_another_is_named(copy: Path, source: BundledDrafter, role: str, fault: str) -> None:
     edit(copy, ROLES[role], TENSOR_FAULTS[fault])
     forge(copy)
     found = run_checks(copy, source)
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_another_is_named(copy: Path, source: Shard, role: str,
 
 
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
-def test_of_two_tensors_exchanged_in_the_header_one_is_named(copy: Path, source: Shard) -> None:
+def test_of_two_tensors_exchanged_in_the_header_one_is_named(copy: Path, source: BundledDrafter) -> None:
     path = copy / WEIGHTS
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
@@ -124,15 +124,17 @@ def test_of_two_tensors_exchanged_in_the_header_one_is_named(copy: Path, source:
     assert "layers.1.gate_proj" in list_refuted(copy, source)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_in_every_format_it_is_derived_from_the_file(name: str, sample: Path, source: Shard, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MTP_FORMATS)
+def test_in_every_format_it_is_derived_from_the_file(
+    name: str, sample: Path, source: BundledDrafter, tmp_path: Path
+) -> None:
     """Codes are told to be the file's, and scales to be rounded where they are."""
     mtp_extract.extract(sample, tmp_path / "d", format=name)
     found = run_checks(tmp_path / "d", source)
     assert [check.passed for check in found.values()] == [True] * 5, found
     evidence = found["tensors"].evidence
     assert evidence.startswith("all 48 are derived from the file's, every bit; ")
-    kept = 23 - name.endswith("sglang") if "codes" in FORMATS[name].dtypes else 0
+    kept = 23 - name.endswith("sglang") if "codes" in MTP_FORMATS[name].dtypes else 0
     assert (f"; {kept} in the file's codes" in evidence) == bool(kept)
     assert (", rounded to FP16 in their scales" in evidence) == (name == "gguf")
 
@@ -146,7 +148,7 @@ def test_a_static_scale_that_is_not_the_files_is_named(name: str, tmp_path: Path
     stored = read_header(weights)["model.layers.1.mlp.up_proj.output_activation_scale"]
     data = bytearray(weights.read_bytes())
     with open_bundle(variant(name)) as opened:
-        drafter = opened.drafter()
+        drafter = opened.read_drafter()
         assert run_checks(tmp_path / "d", drafter)["tensors"].passed
         data[stored.offset + 3] ^= 0x20
         weights.write_bytes(data)
@@ -160,7 +162,7 @@ def test_a_static_scale_that_is_not_the_files_is_named(name: str, tmp_path: Path
         assert run_checks(tmp_path / "d", drafter)["tensors"].passed
 
 
-def test_rounding_on_the_way_is_named_step_by_step(sample: Path, source: Shard, tmp_path: Path) -> None:
+def test_rounding_on_the_way_is_named_step_by_step(sample: Path, source: BundledDrafter, tmp_path: Path) -> None:
     """F32 that were BF16 are the file's rounded ones (ones are both); codes made of them are not the file's."""
     mtp_extract.extract(sample, tmp_path / "bf16")
     convert(tmp_path / "bf16", tmp_path / "f32", format="transformers", dtype="f32")
@@ -184,9 +186,9 @@ def test_a_drafter_with_the_exact_gelu_is_read_again_in_every_format(tmp_path: P
     path = tmp_path / "exact.tflite"
     path.write_bytes(graph.data())
     with open_bundle(path) as opened:
-        drafter = opened.drafter()
+        drafter = opened.read_drafter()
         assert drafter.config.hidden_activation == "gelu"
-        for name in FORMATS:
+        for name in MTP_FORMATS:
             try:
                 mtp_extract.extract(opened, tmp_path / name, format=name)
             except UnsupportedError as error:
@@ -199,11 +201,15 @@ def test_a_drafter_with_the_exact_gelu_is_read_again_in_every_format(tmp_path: P
 @pytest.mark.parametrize(("error", "passed"), [(ProofError, False), (UnsupportedError, None)])
 @pytest.mark.parametrize("stored", ["f32"], indirect=True)
 def test_the_same_tensors_are_not_enough_without_the_proof(
-    stored: Path, source: Shard, monkeypatch: pytest.MonkeyPatch, error: type[MtpExtractError], passed: bool | None
+    stored: Path,
+    source: BundledDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[MtpExtractError],
+    passed: bool | None,
 ) -> None:
     """The same config and tensors are not enough."""
 
-    def refuse(drafter: Shard, checkpoint: object) -> None:
+    def refuse(drafter: BundledDrafter, checkpoint: object) -> None:
         raise error("layers.1: it is otherwise. Look there.")
 
     monkeypatch.setattr(identity, "prove_checkpoint", refuse)

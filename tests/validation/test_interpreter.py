@@ -19,11 +19,11 @@ from helpers.variant_files import REFUSED, STORED, VARIANTS, variant
 from seam import model_of
 
 import mtp_extract
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.errors import UnsupportedError
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.pipeline.extraction import build_checkpoint
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import (
     XNNPACK_SLOTS,
@@ -58,17 +58,17 @@ def test_codes_are_rounded_and_clipped(dtype: type) -> None:
         encode_input(np.zeros(1, np.float32), {**detail, "quantization": (0.0, 0)})
 
 
-def measure(source: Shard, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
+def measure(source: BundledDrafter, drafter: MtpDrafter | None = None, seed: int = 0) -> Parity:
     """Of ``drafter``, by default the one that is extracted from ``source``."""
     return measure_parity(drafter or load_drafter_of(source), source, 16, seed)
 
 
-def load_drafter_of(source: Shard) -> MtpDrafter:
-    return load_drafter(checkpoint_of(source).whole(), dtype=torch.float32)
+def load_drafter_of(source: BundledDrafter) -> MtpDrafter:
+    return load_drafter(build_checkpoint(source).complete(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_sample_agrees(drafter: MtpDrafter, source: Shard, seed: int) -> None:
+def test_the_sample_agrees(drafter: MtpDrafter, source: BundledDrafter, seed: int) -> None:
     """Whatever is drawn, it is the order of additions, and nothing that a code may tip over."""
     found = measure(source, drafter, seed)
     assert found.agrees
@@ -109,7 +109,7 @@ def test_every_way_of_quantizing_agrees(slots: int, name: str, monkeypatch: pyte
     """By XNNPACK's kernels, and by the reference ones."""
     monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", slots)
     with mtp_extract.open(variant(name)) as opened:
-        found = measure(opened.drafter())
+        found = measure(opened.read_drafter())
     assert found.agrees
     assert found.in_floats.worst < found.nearby_allowed
     # The twins' grids are as coarse as Google's, and so made for other numbers than random ones.
@@ -120,7 +120,7 @@ def test_every_way_of_quantizing_agrees(slots: int, name: str, monkeypatch: pyte
 def test_both_kernels_make_the_same_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """INT8 caches and activations, INT4 codes down to -8, which LiteRT's third kernels take for another number."""
     with mtp_extract.open(variant(name)) as opened:
-        source = opened.drafter()
+        source = opened.read_drafter()
         xnnpack = run_interpreter(source, draw_inputs(source, 16), floats=False)
         monkeypatch.setattr(interpreter, "XNNPACK_SLOTS", 0)
         reference = run_interpreter(source, draw_inputs(source, 16), floats=False)
@@ -145,10 +145,10 @@ def test_reference_kernels_are_given_the_code_that_they_misread_as_floats(
 def test_codes_of_a_cache_are_exact() -> None:
     """Both programs are given the same numbers: what differs as it is are activations alone."""
     with mtp_extract.open(variant("torch_static8_mix48_kv8")) as opened:
-        source = opened.drafter()
+        source = opened.read_drafter()
         for inputs in draw_inputs(source, 4):
             for name in {name for pair in list_cache_inputs(source).values() for name, _ in pair}:
-                known = source.walk.caches[name].quantization
+                known = source.structure.caches[name].quantization
                 assert known is not None
                 codes = encode_input(inputs[name], {"dtype": np.int8, "quantization": (float(known.scale[0]), 0)})
                 assert np.array_equal(codes * known.scale[0], inputs[name])
@@ -165,11 +165,11 @@ LONG = DrafterSpec(cache=32003, cache_step=0.02)
 
 
 @contextmanager
-def plain_source(folder: Path, spec: DrafterSpec) -> Iterator[Shard]:
+def plain_source(folder: Path, spec: DrafterSpec) -> Iterator[BundledDrafter]:
     path = folder / "drafter.tflite"
     path.write_bytes(plain_drafter(spec))
     with mtp_extract.open(path) as opened:
-        yield opened.drafter()
+        yield opened.read_drafter()
 
 
 def test_long_caches_take_no_gigabytes(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def change_window(config: Any, window: int) -> Any:
 def list_tensor_names() -> list[str]:
     with mtp_extract.open(first_bundle()) as opened:
         # The last layer's scalar changes nothing: a norm follows.
-        return [name for name in load_drafter_of(opened.drafter()).state_dict() if name != "layers.3.layer_scalar"]
+        return [name for name in load_drafter_of(opened.read_drafter()).state_dict() if name != "layers.3.layer_scalar"]
 
 
 FAULTS: dict[str, Fault] = {
@@ -260,9 +260,9 @@ FAULTS: dict[str, Fault] = {
     "no soft cap": change_config(lambda config: dataclasses.replace(config, final_logit_softcap=None)),
     "soft cap": change_config(lambda config: dataclasses.replace(config, final_logit_softcap=30.01)),
     "exact gelu": change_config(lambda config: dataclasses.replace(config, hidden_activation="gelu")),
-    "all of full rotated": change_config(lambda c: c.with_rope("full_attention", partial_rotary_factor=1.0)),
-    "theta of sliding": change_config(lambda c: c.with_rope("sliding_attention", theta=10_001.0)),
-    "theta of full": change_config(lambda c: c.with_rope("full_attention", theta=1_010_000.0)),
+    "all of full rotated": change_config(lambda c: c.replace_rope("full_attention", partial_rotary_factor=1.0)),
+    "theta of sliding": change_config(lambda c: c.replace_rope("sliding_attention", theta=10_001.0)),
+    "theta of full": change_config(lambda c: c.replace_rope("full_attention", theta=1_010_000.0)),
     "window": change_config(lambda config: change_window(config, 8)),
     "window by one": change_config(lambda config: change_window(config, config.sliding_window - 1)),
 }
@@ -272,13 +272,13 @@ FAULTS: dict[str, Fault] = {
 def theirs() -> list[Outputs]:
     """What the interpreter computes of the sample in floats."""
     with mtp_extract.open(first_bundle()) as opened:
-        source = opened.drafter()
+        source = opened.read_drafter()
         return run_interpreter(source, draw_inputs(source, 16, quiet=True), floats=True)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_refuted(
-    drafter: MtpDrafter, source: Shard, theirs: list[Outputs], name: str, monkeypatch: pytest.MonkeyPatch
+    drafter: MtpDrafter, source: BundledDrafter, theirs: list[Outputs], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What it computes as it is says nothing here.
     monkeypatch.setattr(interpreter, "run_interpreter", lambda source, steps, floats: theirs[: len(list(steps))])
@@ -286,18 +286,18 @@ def test_a_planted_fault_is_refuted(
     assert found.nearby.worst > found.nearby_allowed or found.in_floats.worst > found.allowed
 
 
-def test_a_wrong_reading_of_the_graph_is_refuted(source: Shard) -> None:
+def test_a_wrong_reading_of_the_graph_is_refuted(source: BundledDrafter) -> None:
     """A walk that takes gate for up gives a checkpoint of which every tensor is the file's."""
     other = {"layers.1.gate_proj": "layers.1.up_proj", "layers.1.up_proj": "layers.1.gate_proj"}
-    roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.walk.roles)
-    misread = dataclasses.replace(source, walk=dataclasses.replace(source.walk, roles=roles))
+    roles = tuple(dataclasses.replace(r, role=other.get(r.role, r.role)) for r in source.structure.roles)
+    misread = dataclasses.replace(source, structure=dataclasses.replace(source.structure, roles=roles))
     found = measure(misread)
     assert not found.agrees
     assert found.in_floats.logits > 1e-2
 
 
 def test_floats_that_are_not_the_files_are_refuted(
-    drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
+    drafter: MtpDrafter, source: BundledDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both programs would compute with codes that are read the wrong way round; the file as it is does not."""
     from mtp_extract.litertlm.storage import Packing
@@ -315,7 +315,7 @@ def test_floats_that_are_not_the_files_are_refuted(
     assert not found.agrees
 
 
-def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
+def test_constants_behind_the_flatbuffer_are_brought_in(source: BundledDrafter) -> None:
     """As a model of more than 2 GB has them: a place and a size in the file."""
     from ai_edge_litert import schema_py_generated as schema
 
@@ -335,7 +335,7 @@ def test_constants_behind_the_flatbuffer_are_brought_in(source: Shard) -> None:
     assert convert_to_floats(model_of(bytes(builder.Output()) + behind)) == convert_to_floats(source.model)
 
 
-def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: Shard) -> None:
+def test_weights_in_another_section_are_not_asked(drafter: MtpDrafter, source: BundledDrafter) -> None:
     apart_from = dataclasses.replace(source.model, weights=source.model.region)
     with pytest.raises(UnsupportedError, match="a section of their own"):
         measure(dataclasses.replace(source, model=apart_from), drafter)

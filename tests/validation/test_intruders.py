@@ -17,14 +17,14 @@ from helpers.random_heads import LAYOUTS, head_config, random_head, write_head
 from helpers.record_document import TUNING, forge
 
 from mtp_extract import convert, extract, insert
-from mtp_extract.bundle import Shard, open_bundle
+from mtp_extract.bundle import BundledDrafter, open_bundle
 from mtp_extract.checkpoint.files import read_header, write_file
 from mtp_extract.errors import CheckpointError, MtpExtractError
-from mtp_extract.formats import FORMATS, format_named, read_checkpoint
+from mtp_extract.formats import MTP_FORMATS, load_format, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
-from mtp_extract.insertion.run import planned_insertion
-from mtp_extract.pipeline.check import ReadDirectory
-from mtp_extract.pipeline.extraction import checkpoint_of
+from mtp_extract.insertion.run import plan_insertion
+from mtp_extract.pipeline.check import CheckpointDirectory
+from mtp_extract.pipeline.extraction import build_checkpoint
 from mtp_extract.pipeline.identity import NEEDED, check_identity
 
 pytestmark = pytest.mark.xdist_group("intruders")
@@ -112,9 +112,9 @@ def add_file(directory: Path, name: str, content: object, weights: Path) -> None
 @pytest.fixture(scope="module")
 def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     folder = tmp_path_factory.mktemp("written")
-    for name in FORMATS:
+    for name in MTP_FORMATS:
         extract(sample, folder / name, format=name, codes=True)
-    return {name: folder / name for name in FORMATS}
+    return {name: folder / name for name in MTP_FORMATS}
 
 
 def copy_checkpoint(directory: Path, place: Path, *, record: bool = False) -> Path:
@@ -125,7 +125,7 @@ def copy_checkpoint(directory: Path, place: Path, *, record: bool = False) -> Pa
     return place
 
 
-def is_proven(directory: Path, source: Shard) -> bool:
+def is_proven(directory: Path, source: BundledDrafter) -> bool:
     """Whether validation would say so; what cannot be read is not."""
     try:
         checks = check_identity(directory, source)
@@ -140,7 +140,7 @@ def is_proven(directory: Path, source: Shard) -> bool:
 def is_refused(directory: Path) -> bool:
     """Whether converting refuses it; and so do the others, which ask the same."""
     try:
-        ReadDirectory.of(directory)
+        CheckpointDirectory.of(directory)
     except MtpExtractError:
         return True
     return False
@@ -148,10 +148,12 @@ def is_refused(directory: Path) -> bool:
 
 def list_passed_over(directory: Path) -> str:
     """What a user is told of it where no proof is asked for."""
-    return " ".join(ReadDirectory.of(directory).checkpoint.unread)
+    return " ".join(CheckpointDirectory.of(directory).checkpoint.unread)
 
 
-def test_what_is_harmless_beside_a_sound_directory_is_not_told(written: Written, source: Shard, tmp_path: Path) -> None:
+def test_what_is_harmless_beside_a_sound_directory_is_not_told(
+    written: Written, source: BundledDrafter, tmp_path: Path
+) -> None:
     """With their record and without."""
     for name, directory in written.items():
         bare = copy_checkpoint(directory, tmp_path / name, record=True)
@@ -166,12 +168,12 @@ def test_what_is_harmless_beside_a_sound_directory_is_not_told(written: Written,
         assert is_proven(bare, source) and not list_passed_over(bare), name
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", MTP_FORMATS)
 def test_a_file_beside_is_passed_over_and_proves_nothing(
-    written: Written, source: Shard, tmp_path: Path, name: str
+    written: Written, source: BundledDrafter, tmp_path: Path, name: str
 ) -> None:
     directory = copy_checkpoint(written[name], tmp_path / "d", record=True)
-    weights, record = next(directory.glob(format_named(name).weights_file)), directory / "extraction.json"
+    weights, record = next(directory.glob(load_format(name).weights_file)), directory / "extraction.json"
     sound = record.read_bytes()
     for file, content in FILES.items():
         add_file(directory, file, content, weights)
@@ -185,7 +187,7 @@ def test_a_file_beside_is_passed_over_and_proves_nothing(
         plan_upload(directory)
 
 
-def test_a_link_and_a_pipe_are_passed_over(written: Written, source: Shard, tmp_path: Path) -> None:
+def test_a_link_and_a_pipe_are_passed_over(written: Written, source: BundledDrafter, tmp_path: Path) -> None:
     """Links to directories, which engines look through; and what engines would wait for."""
     directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     (tmp_path / "elsewhere").mkdir()
@@ -198,7 +200,9 @@ def test_a_link_and_a_pipe_are_passed_over(written: Written, source: Shard, tmp_
     assert not is_proven(directory, source) and "tokenizer.json is a link, or no file" in list_passed_over(directory)
 
 
-def test_a_tensor_that_the_header_names_twice_is_refused(written: Written, source: Shard, tmp_path: Path) -> None:
+def test_a_tensor_that_the_header_names_twice_is_refused(
+    written: Written, source: BundledDrafter, tmp_path: Path
+) -> None:
     directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     path = directory / "model.safetensors"
     data = path.read_bytes()
@@ -214,7 +218,7 @@ def test_a_tensor_that_the_header_names_twice_is_refused(written: Written, sourc
 # The other packed directories say the same keys as one of these.
 @pytest.mark.parametrize("name", ["transformers", "mlx", "compressed-tensors", "gemma", "litert"])
 def test_no_other_value_of_a_configuration_is_proven(
-    written: Written, source: Shard, tmp_path: Path, name: str
+    written: Written, source: BundledDrafter, tmp_path: Path, name: str
 ) -> None:
     """Every value of it changed, a key more in every object, and what engines are known to read."""
     directory = copy_checkpoint(written[name], tmp_path / "d")
@@ -236,9 +240,9 @@ def test_no_other_value_of_a_configuration_is_proven(
     assert is_proven(directory, source)
 
 
-def test_no_other_key_of_a_gguf_is_proven(source: Shard, tmp_path: Path) -> None:
-    original = checkpoint_of(source)
-    (file,) = format_named("gguf").plan(original, "codes").files
+def test_no_other_key_of_a_gguf_is_proven(source: BundledDrafter, tmp_path: Path) -> None:
+    original = build_checkpoint(source)
+    (file,) = load_format("gguf").plan(original, "codes").files
     for key, value in GGUF_KEYS.items():
         metadata = {**file.metadata, key: value}
         if value is None:
@@ -274,14 +278,14 @@ def test_a_key_that_changes_the_function_is_refused_and_any_other_passed_over(
             continue
         changed(key, value)
         with pytest.raises(CheckpointError, match=rf"config\.json: says .*{key}.*it is not read\. "):
-            ReadDirectory.of(directory)
+            CheckpointDirectory.of(directory)
     for key, value in UNKNOWN.items():
         if (name, key) != ("eagle3", "eagle_config"):
             changed(key, value)
             assert key in list_passed_over(directory), key
 
 
-def test_codes_said_to_have_other_bits_prove_nothing(written: Written, source: Shard, tmp_path: Path) -> None:
+def test_codes_said_to_have_other_bits_prove_nothing(written: Written, source: BundledDrafter, tmp_path: Path) -> None:
     directory = copy_checkpoint(written["transformers"], tmp_path / "d")
     path = directory / "codes/codes.safetensors"
     sound = path.read_bytes()
@@ -305,13 +309,13 @@ def test_commands_say_what_they_passed_over(written: Written, sample: Path, tmp_
             "mtp_drafter.safetensors"
         ]
     else:
-        with planned_insertion(directory, sample) as plan:
+        with plan_insertion(directory, sample) as plan:
             notes = plan.notes
     told = " ".join(notes)
     assert all(name in told for name in ("a.safetensors", "runs/events.out", "config.json has other content")), told
 
 
-def says(directory: Path, key: str, value: object, source: Shard) -> str:
+def says(directory: Path, key: str, value: object, source: BundledDrafter) -> str:
     """What is wrong with the directory, by its bundle, once ``key`` of its record says ``value``; empty for nothing."""
     path = directory / "extraction.json"
     sound = path.read_text()
@@ -326,7 +330,7 @@ def says(directory: Path, key: str, value: object, source: Shard) -> str:
 
 
 def test_a_lie_of_a_record_is_refuted_and_its_past_is_not(
-    written: Written, source: Shard, sample: Path, tmp_path: Path
+    written: Written, source: BundledDrafter, sample: Path, tmp_path: Path
 ) -> None:
     """Each statement of it that a bundle decides, where the bundle is at hand; its past refutes nothing."""
     extract(sample, tmp_path / "d")
@@ -357,7 +361,7 @@ def test_a_tuned_drafter_that_was_put_into_a_bundle_is_its_drafter(sample: Path,
     forge(tmp_path / "d")
     insert(tmp_path / "d", sample, tmp_path / "new.litertlm")
     with open_bundle(tmp_path / "new.litertlm") as opened:
-        checks = check_identity(tmp_path / "d", opened.drafter())
+        checks = check_identity(tmp_path / "d", opened.read_drafter())
     assert all(check.passed for check in checks), checks
     assert checks[-1].evidence == (
         "every file is as recorded; it came from another file (sample.litertlm), with which nothing was compared"

@@ -16,12 +16,12 @@ import pytest
 import transformers
 from helpers.first_pair import first_bundle
 
-from mtp_extract.bundle import Shard
+from mtp_extract.bundle import BundledDrafter
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.evaluation.extras import TRANSFORMERS_RELEASES
 from mtp_extract.validation import interpreter
 from mtp_extract.validation.interpreter import check_interpreter
-from mtp_extract.validation.page import checks
+from mtp_extract.validation.page import build_checks_table
 from mtp_extract.validation.parity import check_transformers
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.run import run_validation
@@ -80,11 +80,11 @@ def test_it_is_not_checked(
     assert (found.verified, found.refuted) == (True, False)
     assert found.verdict.startswith("Verified: the checkpoint is the drafter of")
     assert f"{name} was not checked: {check.evidence}" in found.notes
-    assert [row[2] for row in checks(found).rows if row[0] == name] == ["not checked"]
+    assert [row[2] for row in build_checks_table(found).rows if row[0] == name] == ["not checked"]
 
 
 def test_a_transformers_that_computes_another_thing(
-    checkpoint: Path, drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, drafter: MtpDrafter, source: BundledDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_original = transformers.Gemma4AssistantForCausalLM.forward
 
@@ -100,7 +100,7 @@ def test_a_transformers_that_computes_another_thing(
 
 
 def test_a_damaged_directory_is_refuted_by_a_release_that_was_tried(
-    checkpoint: Path, drafter: MtpDrafter, source: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, drafter: MtpDrafter, source: BundledDrafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a layer more in its config than in its weights."""
     damaged = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
@@ -126,7 +126,7 @@ def test_the_releases_are_those_that_are_asked_for() -> None:
 
 
 def test_an_interpreter_that_computes_another_thing(
-    drafter: MtpDrafter, source: Shard, monkeypatch: pytest.MonkeyPatch
+    drafter: MtpDrafter, source: BundledDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_original = interpreter.run_interpreter
 

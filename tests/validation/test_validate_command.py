@@ -49,9 +49,9 @@ def test_the_verdict_is_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyP
     """On a terminal that shows stdout and stderr: nothing is drawn or erased from the verdict on."""
 
     def validate_with_a_bar(plan: ValidationPlan, reporter: Reporter) -> object:
-        reporter.done("drafting", 1, 4, "batch")
+        reporter.report_progress("drafting", 1, 4, "batch")
         result = SimpleNamespace(refuted=False)
-        reporter.measured(result)
+        reporter.report_result(result)
         return result
 
     screen = io.StringIO()

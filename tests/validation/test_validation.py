@@ -28,10 +28,10 @@ from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, Pa
 from mtp_extract.evaluation.agreement import Change
 from mtp_extract.io.typed import Figure
 from mtp_extract.report.files import REPORT_FILES
-from mtp_extract.report.page import as_html, plain_json
+from mtp_extract.report.page import convert_to_json, render_html
 from mtp_extract.speculate.target import Base
 from mtp_extract.validation import worth as worth_module
-from mtp_extract.validation.page import build_tables, page_of, write_validation
+from mtp_extract.validation.page import build_page, build_tables, write_validation
 from mtp_extract.validation.plan import ValidationPlan
 from mtp_extract.validation.result import Validation, conclude
 from mtp_extract.validation.run import run_validation
@@ -100,7 +100,7 @@ def test_a_report_says_when_how_and_with_what_it_was_measured(
     }
     assert datetime.fromisoformat(run["when"]).utcoffset() == timedelta(0)
     result = structs.replace(validation, run=structs.replace(validation.run, command="mtp-validate <b>"))
-    foot = as_html(page_of(result)).partition("<footer>")[2]
+    foot = render_html(build_page(result)).partition("<footer>")[2]
     for words in (run["when"], "mtp-validate &lt;b&gt;", run["prompts_sha256"], f"torch {version('torch')}"):
         assert words in foot
 
@@ -132,10 +132,10 @@ def test_what_was_measured_until_it_ends_is_told(
     assert result.notes[-1] == "It ended early: what is missing was not measured."
     if at == 1:
         assert (result.drafters, result.controls) == ([], []), "controls are shown beside the drafter"
-        as_html(page_of(result))
+        render_html(build_page(result))
         return
     (drafter,), (whole,) = result.drafters, validation.drafters
-    assert plain_json(drafter.agreement) == plain_json(whole.agreement)
+    assert convert_to_json(drafter.agreement) == convert_to_json(whole.agreement)
     assert [*drafter.worth] == measured
     words = (
         "Measured: tokens per round "
@@ -146,7 +146,7 @@ def test_what_was_measured_until_it_ends_is_told(
     titles = [table.title for table in build_tables(result)]
     assert ("What drafting is worth" in titles) is bool(measured)
     assert "Acceptance by draft step" in titles
-    as_html(page_of(result))
+    render_html(build_page(result))
 
 
 def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> None:
@@ -155,7 +155,7 @@ def test_same_numbers_again(plan: ValidationPlan, validation: Validation) -> Non
             return {key: without_times(item) for key, item in value.items() if key not in TIMES}
         return [without_times(item) for item in value] if isinstance(value, list) else value
 
-    first, again = (without_times(plain_json(result)) for result in (validation, run_validation(plan)))
+    first, again = (without_times(convert_to_json(result)) for result in (validation, run_validation(plan)))
     assert first == again
 
 
@@ -234,7 +234,7 @@ def test_a_report_replaces_a_report_when_asked_and_nothing_else(validation: Vali
 def test_the_pair(written: Path, validation: Validation) -> None:
     """Its sizes are those of the sample: four layers of the base compute keys, one of them full."""
     result = json.loads((written / "pair.json").read_text())
-    assert result == plain_json(validation.pair)
+    assert result == convert_to_json(validation.pair)
     assert result["target"]["hidden_size"] == result["draft"]["hidden_size"] == 64
     assert result["bridge"]["shape"] == ["T", 64] and result["draft"]["assistant_role"] == "mtp_drafter"
     buffers = result["buffers"]
