@@ -10,5 +10,5 @@ class Activation:
     """Static quantization of an activation: ``real = scale · (code − zero_point)``."""
 
     type: str  # TFLite's name of the code type
-    scale: float
-    zero_point: int
+    scale: float  # difference of the numbers of two neighbouring codes
+    zero_point: int  # the code of 0

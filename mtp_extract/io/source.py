@@ -126,7 +126,7 @@ class LocalSource(FileSource):
         try:
             self.file = open_regular(self.path)
         except OSError as error:
-            advice = "Give a file in it" if self.path.is_dir() else "Check the path, and whether you may read it"
+            advice = "Give a file in it" if os.path.isdir(self.path) else "Check the path, and whether you may read it"
             why = f"cannot be opened: {error.strerror}. {advice}."
             raise SourceError(f"{self.name}: {why}") from error
         self.size = os.fstat(self.file.fileno()).st_size

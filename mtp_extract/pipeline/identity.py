@@ -102,6 +102,9 @@ def _describe_chain(chain: Chain) -> str:
     return ", then ".join("to " + rules.get(step, step.replace(SCALES, " in their scales")) for step in chain)
 
 
+_LONGEST_VALUE = 80
+"""Characters of a value in the evidence of a check."""
+
 NEEDED = ("config", "files", "tensors", "function")
 """The checks that a proof needs. The record's check may refute a directory, too, and the record may be missing."""
 
@@ -338,7 +341,8 @@ def _build_check(name: str, problems: Iterable[str] | None, facts: Iterable[str]
 def _describe_differences(derived: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
     """Yield each place at which what a directory ``stated`` differs from what the bundle gives."""
     for place, expected, actual in map(astuple, find_differences(derived, stated)):
-        yield f"{escape(place)} is {escape(expected)}, not {escape(actual)}"
+        # Both values are shown, however long the first one is.
+        yield f"{escape(place)} is {escape(expected, _LONGEST_VALUE)}, not {escape(actual, _LONGEST_VALUE)}"
 
 
 def _summarize_tensors(written: Checkpoint, chains: Mapping[str, Chain]) -> Iterator[str]:
