@@ -70,7 +70,7 @@ _MOST_TRACKED_ELEMENTS = 1 << 20
 def read_graph(graph: FlatGraph, outputs: Sequence[str], *, strict: bool = True) -> ReadGraph:
     """Read the operators that ``outputs`` depend on, in execution order.
 
-    Stops at the first operator that is refused and stores its error as :attr:`ReadGraph.refusal`; raises nothing.
+    Stops at the first operator that is refused and stores its error as :attr:`ReadGraph.refusal` instead of raising it.
     """
     reading = ReadGraph(graph, strict)
     try:
@@ -197,8 +197,10 @@ def _check_storage(reading: ReadGraph, value: Value, form: Form) -> None:
     holds_numbers = tensor.type in FLOAT_TYPES or read_activation_scale(tensor) is not None
     if isinstance(form, Term | QueryTerms) and reading.strict and not holds_numbers:
         raise UnsupportedError(f"{value.label} holds an activation; expected floats, or codes with a scale.")
+    if tensor.type is not TensorType.FLOAT16:
+        return
     magnitude = _compute_magnitude(form)
-    if tensor.type is TensorType.FLOAT16 and not 1 / _LARGEST_IN_HALF <= magnitude <= _LARGEST_IN_HALF:
+    if not 1 / _LARGEST_IN_HALF <= magnitude <= _LARGEST_IN_HALF:
         raise UnsupportedError(
             f"{value.label} holds {magnitude:g} times a value of ordinary size as FLOAT16, where it overflows or "
             "vanishes: that is more than rounding."
