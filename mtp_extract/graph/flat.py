@@ -407,7 +407,7 @@ def _check_same_tensor(op: Operator, inner: Tensor, outer: Tensor) -> None:
         else:
             same = all(q.scales.count == q.zero_points.count == 0 for q in quantizations)
     if not same:
-        raise RoleError(f"{op.label} passes {outer.label} as {inner.label}, of another type, shape or scale.")
+        raise RoleError(f"{op.label} takes {inner.label} and {outer.label} for one, but type, shape or scale differ.")
 
 
 def _check_cache_scale(op: Operator, stated: float, cache: Tensor) -> None:
