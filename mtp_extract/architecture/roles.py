@@ -39,7 +39,7 @@ class Role:
 
     name: str  # "pre_projection", "layers.0.q_proj", …
     kind: str  # MATRIX, NORM, SCALAR or INDEX
-    shape: tuple[str, ...]  # names of the dimensions, which with_shapes resolves
+    shape: tuple[str, ...]  # names of the dimensions, which resolve_shapes resolves
     names: Mapping[str, str] = field(hash=False)  # format → tensor name
     published_names: tuple[str, ...]  # regular expressions for the tensor names in Google's published files
     optional: bool = False  # whether a drafter may lack it

@@ -182,7 +182,7 @@ class Blocks:
             raise RoleError(f"{role} does not read the residual stream.")
 
     def find_result(self, expr: Expr) -> tuple[Value, float, Value | None]:
-        """Return the value that holds a norm's result, its factor there, and the constant if it is the only weight."""
+        """Return the value that holds a norm's result, its factor there, and the number that is all its weights."""
         norm = self.match_norm(expr)
         if norm is not None and norm.weight is None:
             for term, value in self.reading.scaled.get(expr, ()):

@@ -52,7 +52,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     heads: int
-    window: int | None  # how many slots it sees; None for all
+    window: int | None  # how many slots it sees; None without a window
     masks: tuple[str, ...]  # the mask inputs that decide what it sees
     inverse_frequencies: np.ndarray  # ``[head_dim / 2]``, in radians per position
     frequency_rounding: np.ndarray  # by how much each may be off

@@ -417,7 +417,7 @@ def _move_last_bits(results: Array, direction: int, seed: int) -> Array:
 
 def _check_few_bits(call: Call) -> None:
     """Check that codes and half-precision floats are only converted to float32, never computed with. Half-precision
-    floats may also be moved, and be the result of a CAST of floats.
+    floats may also be moved, and be the result of a CAST.
     """
     kind = call.node.kind
     results = [value.tensor for value in call.node.outputs]

@@ -20,7 +20,7 @@ from mtp_extract.errors import escape
 from mtp_extract.graph.flat import FlatGraph, Value
 
 LARGEST_FACTOR = 1e6
-"""Factors and weights of a drafter are less than this many times larger or smaller than 1."""
+"""Factors of a drafter are less than this many times larger or smaller than 1, and its weights are below it."""
 
 _DEEPEST_SHOWN = 2
 _LONGEST_SHOWN = 48

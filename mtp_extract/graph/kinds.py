@@ -40,7 +40,7 @@ def require_kind(graph: FlatGraph) -> None:
 
 
 def _find_ring_buffers(graph: FlatGraph) -> str | None:
-    """Return why the caches of sliding layers must be ring buffers, which have fewer slots; None if they are not."""
+    """Return why sliding layers have ring buffers, caches with fewer slots than the mask; None if they have none."""
     lengths = {name: graph.inputs[name].tensor.shape[-1:] for name in (MASK, MASK_LOCAL) if name in graph.inputs}
     if len(set(lengths.values())) > 1:
         slots = {name: next(iter(length), 0) for name, length in lengths.items()}

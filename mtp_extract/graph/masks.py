@@ -75,7 +75,10 @@ class Masks:
         self._lines: dict[int, Line | None] = {}
 
     def count_visible_slots(self, attention: Attention) -> int | None:
-        """Return how many slots the query at the last position sees if mask inputs show all; None if it sees all."""
+        """Return how many slots the query at the last position sees if mask inputs show all.
+
+        None if it sees all slots, or others than those of a window that ends at its own.
+        """
         cases = self.build_cases(attention, np.array([self.slots - 1]), {})
         effect = attention.scores.tree.compute_effect(cases)
         finite = effect.offset[np.isfinite(effect.offset)]
@@ -91,7 +94,7 @@ class Masks:
         """Yield cases of every position, combined with both contents of everything in ``either``.
 
         A mask input in ``either`` shows all slots or hides all; a window contains all slots or none, whatever the
-        position says. Other mask inputs show all slots. As many samples come at once as fit in memory.
+        position says. Other mask inputs show all slots. Samples come in batches of limited size.
         """
         contents = np.array(list(itertools.product((True, False), repeat=len(either))))
         sample_positions = np.repeat(positions, len(contents))

@@ -102,7 +102,7 @@ def _list_unread_constants(graph: FlatGraph, roles: Collection[FoundRole]) -> It
 
 
 def read_activation(value: Value) -> Activation | None:
-    """Return the static quantization of an activation; None if it is stored as floats."""
+    """Return the static quantization of an activation; None unless it holds INT8, INT16 or UINT8 codes."""
     tensor = value.tensors[-1]
     grid = read_activation_scale(tensor)
     if tensor.type not in (TensorType.INT8, TensorType.INT16, TensorType.UINT8) or grid is None:

@@ -97,7 +97,7 @@ class Rotation:
 
         Args:
             positions: where to compute them; None for all positions.
-            last_bits: as for :meth:`Positions.at`.
+            last_bits: as for :func:`~mtp_extract.graph.evaluate.evaluate`.
 
         Raises:
             UnsupportedError: nothing depends on the position: there is no RoPE.

@@ -58,7 +58,7 @@ class View:
         return replace(self, axes=axes, base=self.base + added[:, 0])
 
     def locate_axis(self, axis: int) -> AxisPlaces:
-        """Return the places along an axis; raise UnreadableError if the places of several labels change along it."""
+        """Return the places along an axis; raise UnreadableError unless those of exactly one label change along it."""
         if self.shape[axis] == 1:
             return AxisPlaces(None, np.zeros(1, np.int64), None)
         columns = np.flatnonzero(self.axes[axis].any(1))

@@ -1,1 +1,1 @@
-"""What is written computes what the file computes: graph and checkpoint, executed side by side."""
+"""Compare config and every tensor of a checkpoint with the graph that it was read from."""

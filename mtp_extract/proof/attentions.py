@@ -28,7 +28,7 @@ from mtp_extract.litertlm.tflite import TensorType
 _COSINE_TOLERANCE, _ANGLE_TOLERANCE = 2e-6, 3.5e-8
 """Absolute error of a cosine, and relative error of an angle, computed in float32."""
 _LAST_BIT_FACTOR = 16
-"""How many times larger these errors may be if last bits of computed frequencies are changed."""
+"""How many times larger these errors may be if last bits of powers, sines and exponentials are moved."""
 _FREQUENCY_TOLERANCE = 2e-7
 """Relative error of a frequency computed in float32; the largest one in exporters' files is 8.2e-8."""
 _LAST_ANGLE_TOLERANCE = 0.02
@@ -225,7 +225,7 @@ class SlotCheck:
 
     def _find_possible_slots(self, cases: Cases) -> Bools:
         """Return which cases can occur, bool ``[samples, slots]``: the masks of runtimes never show a later slot, and
-        local masks none beyond the window.
+        local masks none beyond the window. A mask that is no input shows all.
         """
         slots = np.arange(self.masks.slots)
         position = cases.positions[:, None]
@@ -270,7 +270,8 @@ class SlotCheck:
     def _check_guard(self, guard: OutputGuard, visible: Collection[float], hidden: Collection[float]) -> None:
         """Check that the output guard keeps what heads mixed exactly if the layer sees a slot.
 
-        ``visible`` and ``hidden`` are the numbers that the guard's mask has at visible and at hidden slots.
+        Runtimes show at least the query's own slot, so a guard is open. ``visible`` and ``hidden`` are the numbers that
+        the guard's mask has at visible and at hidden slots.
         """
         lowest, highest = min(visible, default=math.nan), max(hidden, default=-math.inf)
         if len(visible) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
