@@ -154,7 +154,7 @@ def test_what_was_tuned_is_in_the_new_bundle(
     from mtp_extract.tuning import corpus
 
     shipped = load_shipped_prompts(1)
-    monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: shipped)
+    monkeypatch.setattr(corpus, "load_shipped_prompts", lambda each=None: shipped)
     quickly = ("--steps", "4", "--learning-rate", "0.03", "--new-tokens", "8")
     printed = run("tune_and_insert", str(spoilt), "--prompts", str(few), *quickly)
     before, tuned = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "drafter-tuned"))

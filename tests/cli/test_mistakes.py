@@ -228,9 +228,9 @@ def is_lost() -> None:
 
 
 PLACES: dict[str, tuple[object, str]] = {
-    "before anything is written": (files, "new_file"),
+    "before anything is written": (files, "create_file"),
     "while it is written": (files, "write_all"),
-    "before it is read back": (files, "_sums"),
+    "before it is read back": (files, "_compute_sums"),
     "while it is read back": (safetensors_file, "open_regular"),
     "before it is proven": (extraction, "prove_checkpoint"),
     "before it takes its name": (place_module, "_sync"),

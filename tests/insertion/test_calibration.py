@@ -21,7 +21,7 @@ PROMPT = "class Foo(object):"
 
 def test_ranges_hold_what_the_matrices_can_do(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reporter, prompts = Recorder(), (Prompt("code", PROMPT), Prompt("code", "import os"))
-    monkeypatch.setattr(calibration, "shipped_prompts", lambda each: prompts)
+    monkeypatch.setattr(calibration, "load_shipped_prompts", lambda each: prompts)
     ranges = calibration.measure_ranges(exact, str(first_base()), reporter=reporter)
     # A batch of the base's text, and each text by itself.
     assert [done for _, *done in reporter.parts] == [[1, 1], [1, 2], [2, 2]]
@@ -44,7 +44,7 @@ def grid(largest: float) -> Activation:
 
 
 def test_numbers_beyond_the_grid_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "shipped_prompts", lambda each: (Prompt("code", PROMPT),))
+    monkeypatch.setattr(calibration, "load_shipped_prompts", lambda each: (Prompt("code", PROMPT),))
     monkeypatch.setattr(
         calibration.Codec, "encode", lambda codec, text, chat_template: (2, *codec.encode_continuation(text))
     )

@@ -41,10 +41,10 @@ import re, sys
 import huggingface_hub.constants as constants
 constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
 from mtp_extract.bundle import open_source
-from mtp_extract.litertlm.container import read_bundle
+from mtp_extract.litertlm.container import read_bundle_header
 import hashlib
 with open_source(sys.argv[1]) as source:
-    section = next(s for s in read_bundle(source).sections if s.model_type == "mtp_drafter")
+    section = next(s for s in read_bundle_header(source).sections if s.model_type == "mtp_drafter")
     source.prefetch(section.begin, section.size)
     digest = hashlib.sha256()
     for at in range(section.begin, section.end, 1 << 20):

@@ -24,16 +24,16 @@ def test_results_are_in_order_and_an_error_is_raised() -> None:
 COUNT_FAULTS = """
 import resource
 import numpy as np
-from mtp_extract.io.threads import on_all_cores
+from mtp_extract.io.threads import map_on_all_cores
 
 def allocate(_):
     for _ in range(50):
         arrays = [np.ones(1 << 19, np.float32) for _ in range(8)]
         del arrays
 
-on_all_cores(allocate, range(8))
+map_on_all_cores(allocate, range(8))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-on_all_cores(allocate, range(2))
+map_on_all_cores(allocate, range(2))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

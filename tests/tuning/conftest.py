@@ -125,7 +125,7 @@ def _use_small_inputs() -> Iterator[None]:
     """Load the base once, and use few shipped prompts, for each of which the base writes a text."""
     few = load_shipped_prompts(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "shipped_prompts", lambda each: few if each else ())
+        patch.setattr(corpus, "load_shipped_prompts", lambda each: few if each else ())
         patch.setattr(train_module, "ANCHORS", 6)
         patch.setattr(ordered, "RANDOM_PROMPTS", 64)
         patch.setattr(pair, "load_base", cache(pair.load_base))

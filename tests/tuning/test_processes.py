@@ -31,8 +31,8 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.gemma4 import modeling_gemma4
 from mtp_extract.cli.tune import main
 from mtp_extract.tuning import corpus, eagle3, ordered, train
-few = corpus.shipped_prompts(int(sys.argv[1]))
-corpus.shipped_prompts = lambda each=None: few
+few = corpus.load_shipped_prompts(int(sys.argv[1]))
+corpus.load_shipped_prompts = lambda each=None: few
 children = []
 for rank in ("0", "1"):
     children.append(os.fork())
@@ -74,7 +74,7 @@ def test_two_processes_give_the_result_of_one(plan: Plans, tmp_path: Path, monke
     """The same text, loss at every step and result, for a tuned drafter and for a new head."""
     # More prompts than one batch of text takes, and a batch of texts that two cannot divide evenly.
     few = load_shipped_prompts(FEW)
-    monkeypatch.setattr(corpus, "shipped_prompts", lambda each=None: few)
+    monkeypatch.setattr(corpus, "load_shipped_prompts", lambda each=None: few)
     monkeypatch.setattr(train, "ANCHORS", 24)
     commands = []
     for name, (changes, options, drafts) in CASES.items():
