@@ -150,7 +150,7 @@ def find_differences(expected: Any, found: Any, close: float = 0.0, place: str =
 
     Floats may differ by the share ``close`` of the expected number.
 
-    >>> list(differences({"a": {"b": 1}}, {"a": {"b": 2}}))
+    >>> list(find_differences({"a": {"b": 1}}, {"a": {"b": 2}}))
     [Difference(place='a.b', expected=1, found=2)]
     """
     if _is_list_of_objects(expected) and _is_list_of_objects(found):

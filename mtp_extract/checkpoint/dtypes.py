@@ -96,7 +96,7 @@ def count_row_bytes(columns: int, bits: int, unit: int = 1) -> int:
 
 
 def pack(codes: Integers, bits: int, unit: int = 1) -> Bytes:
-    """Pack ``codes``, int8 ``[rows, columns]``, as ``[rows, row_bytes(columns, bits, unit)]``, padded with 0."""
+    """Pack ``codes``, int8 ``[rows, columns]``, as ``[rows, count_row_bytes(columns, bits, unit)]``, padded with 0."""
     rows, columns = codes.shape
     stored = np.zeros((rows, count_row_bytes(columns, bits, unit) * 8 // bits), np.uint8)
     np.add(codes.view(np.uint8), np.uint8(1 << bits - 1), out=stored[:, :columns])

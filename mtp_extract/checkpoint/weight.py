@@ -177,7 +177,7 @@ class BundleWeight(Weight):
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows, or blocks of rows, have scales of their own and are stored in the order of the weight."""
+        """Whether rows, or blocks of a row, have scales of their own and are stored in the order of the weight."""
         return not self.folded and self.source.storage.by_rows
 
     def _read_stored(self, first: int, last: int) -> Rows:

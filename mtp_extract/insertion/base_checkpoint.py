@@ -196,7 +196,7 @@ def _build_weights(
 
 
 def _find_input_role(role: str) -> str:
-    """Return the role with as many rows as ``role`` has columns; none if ``role`` reads the residual stream."""
+    """Return the role with as many rows as ``role`` has columns; "" if ``role`` reads the residual stream."""
     layer, _, last = role.rpartition(".")
     source = _INPUT_ROLES.get(last, "")
     return f"{layer}.{source}" if layer and source else source

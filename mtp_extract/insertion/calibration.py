@@ -63,7 +63,7 @@ def measure_ranges(directory: str | os.PathLike[str], base: str, *, reporter: Re
 
 
 def _combine_ranges(ends: Tensor) -> tuple[Range, Range]:
-    """Return the ranges of input and output over all calls; ``ends``: their minima and maxima, F32 [calls, 4]."""
+    """Return the ranges of input and output over all calls; ``ends``: their minima and maxima, [calls, 4]."""
     low_in, _, low_out, _ = ends.amin(0).tolist()
     _, high_in, _, high_out = ends.amax(0).tolist()
     return (low_in, high_in), (low_out, high_out)

@@ -226,7 +226,7 @@ def _encode_with_rounding(
 def check_written(path: Path, slots: Iterable[WeightSlot], planned: Mapping[str, Iterable[Encoding]]) -> None:
     """Raise OutputError if ``slots``, read from the new file at ``path``, have other constants, bytes or scales than
     ``planned``."""
-    # By constant, not by role: roles with equal numbers may share a slot in the new file.
+    # By constant, not by role: in the new file, roles with equal numbers can no longer be told apart.
     encodings = [encoding for of_role in planned.values() for encoding in of_role]
     expected = {key: encoding for encoding in encodings for key in _list_constants(encoding.slot)}
     written = {slot: _list_constants(slot) for slot in slots if slot.constant is not None}

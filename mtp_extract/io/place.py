@@ -1,7 +1,7 @@
 """Write the result of a command to its place: decide whether it may replace what is there, and replace it.
 
-An input is never replaced, nor a directory that contains one or lies in one; nor a directory with a file that its
-record does not list.
+An input is never replaced, nor what contains one or lies in one; nor a directory with a file that its record does not
+list.
 
 A result is written in the directory ``.NAME.partial`` beside its place. One run at a time locks it; the lock ends with
 the process. It contains
@@ -240,7 +240,7 @@ def _lock_stage(stage: Path, target: Path) -> Iterator[Path]:
 
 
 def _clear(stage: Path, target: Path) -> None:
-    """Put back the directory that a killed run was replacing, and remove everything else in ``stage``."""
+    """Put back the directory that a killed run was replacing; remove all results in ``stage``, but not its mark."""
     new, old = stage / _NEW, stage / _OLD
     if os.path.lexists(new) and os.path.lexists(old):
         try:

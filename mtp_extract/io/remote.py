@@ -57,9 +57,8 @@ class RemoteSource(FileSource):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, not in __all__
 
         self.name, self.size = name, _BLOCK
-        self._stated: dict[str, Any] = (
-            {} if size is None else {"size": size}
-        )  # by the first response, and the same by all others
+        # Size, ETag and Last-Modified of the first response, which all others must repeat.
+        self._stated: dict[str, Any] = {} if size is None else {"size": size}
         # A compressed response would have other offsets.
         self._headers = {**build_hf_headers(token=token, library_name="mtp-extract"), "Accept-Encoding": "identity"}
         self._url, self._reporter = url, reporter

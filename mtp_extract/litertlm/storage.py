@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 18
 LARGEST_SCALE = float(np.finfo(np.float32).max) / (1 << 18)
 """With a larger scale, (code − zero point) · scale could leave float32."""
 
-# Keeps scales above 0, with which nothing can be divided.
+# Keeps scales above 0: nothing can be divided by 0.
 _SMALLEST_BOUND = 1e-9
 _SMALLEST_F16 = np.float32(np.finfo(np.float16).smallest_subnormal)
 

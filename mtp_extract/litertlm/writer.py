@@ -1,7 +1,7 @@
 """Add sections to a bundle, and rewrite its header.
 
 The old header stays: a new root and a new list of sections are written before it and point into it, as offsets of a
-flatbuffer lead forward. Fields of newer schemas are kept that way.
+flatbuffer lead forward. Newer fields of the old sections are kept that way.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class _Comparison:
         yield from self._find_other_codes(claimed)
 
     def _has_other_static_scales(self, role: str) -> bool:
-        """Whether static scales of activations differ as float32, where no scale counts as 0."""
+        """Whether static scales of activations differ as float32; a missing scale counts as 0."""
         # A format without static scales does not claim to hold them.
         if not any(any(pair) for pair in self.written.activations.values()):
             return False
@@ -326,7 +326,7 @@ def _read_claimed_steps(directory: Path) -> Collection[str]:
 def _build_check(name: str, problems: Iterable[str] | None, facts: Iterable[str]) -> Check:
     """Build the check ``name``; ``problems`` is None if it was not run.
 
-    ``facts`` are the evidence without problems, or the reason for not running it.
+    ``facts`` are the evidence if there are no problems, or the reason for not running it.
     """
     if problems is None:
         return Check(name, _STATEMENTS[name], None, "; ".join(facts))

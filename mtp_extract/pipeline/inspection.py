@@ -89,7 +89,7 @@ def _trace_graph(opened: ModelFile) -> list[dict[str, Any]]:
     try:
         graph = opened.flatten_graph()
     except MtpExtractError:
-        # The inspection says it.
+        # ``inspect`` reports the error.
         return []
     return [asdict(line) for line in trace_drafter(graph)]
 
@@ -99,7 +99,7 @@ def _list_tensors_of_refused(opened: ModelFile) -> dict[str, Any]:
     try:
         model = opened.find_model()
     except MtpExtractError:
-        # The inspection says it.
+        # ``inspect`` reports the error.
         return {}
     return {"model": _describe_model(model, tensors=True)}
 
