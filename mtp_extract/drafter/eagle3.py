@@ -3,7 +3,7 @@
 The states that enter three layers of the base at position p are fused into one, ``g[p]``. The layer reads it beside the
 embedding of token p + 1, and predicts token p + 2; in the next step its output takes the place of ``g``. So the head
 runs over every position of the text, as the base does: for positions that the base has verified, its K and V at p come
-from ``g[p]`` and token p + 1, and for the steps of the round from the head's own output.
+from ``g[p]`` and token p + 1; after them stand K and V of the round's own steps.
 
 Every flag has the engines' meaning (:class:`~mtp_extract.architecture.eagle3.Eagle3Config`). Norms, rotation, attention
 logits and softmax are computed in F32.
@@ -101,9 +101,7 @@ class Eagle3State:
     """The state of a round between two steps."""
 
     embed: Embed  # unscaled
-    hidden: (
-        Tensor  # [batch, queries, width], the fused state at ``positions``; after the first step the head's own output
-    )
+    hidden: Tensor  # [batch, queries, width], the fused state at ``positions``; then the output of the step before
     positions: Tensor  # int64 [batch, queries], the position before the pending token, plus 1 per step
     cache: KV  # K and V of verified positions, which are the slots, F32 [batch, slots, KV heads, head_dim] each
     visible: Tensor  # bool [batch, queries, slots]

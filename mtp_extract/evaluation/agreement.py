@@ -31,7 +31,7 @@ from mtp_extract.progress import SILENT, Reporter, report_each
 from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Agreement, PerAnchor, draft_teacher_forced, read_texts
 
-# Drafter, draft steps, and whether each step reads the text's token (``along`` of teacher_forced).
+# Drafter, draft steps, and whether each step reads the text's token (``along`` of draft_teacher_forced).
 DraftRequest = tuple[Drafter, int, bool]
 
 
@@ -127,7 +127,7 @@ class Acceptance(PerAnchor):
 
     @property
     def tokens_per_round(self) -> float:
-        """Mean tokens of a round of the loop: Σ begins · advance / Σ begins; NaN without rounds."""
+        """Mean of ``advance`` over the rounds of the loop, weighted by ``start_probability``; NaN without rounds."""
         return float((self.start_probability * self.advance).sum() / self.start_probability.sum())
 
     @property

@@ -110,7 +110,7 @@ def _load_model_and_tokenizer(directory: Path, device: torch.device | None) -> t
 
 
 def _require_few_layers(directory: Path) -> None:
-    """Raise ValueError for a config of a billion layers, with which transformers would be busy for hours."""
+    """Raise ValueError for more than 1024 layers, or none: with a billion transformers would be busy for hours."""
     stored = json.loads((directory / "config.json").read_bytes())
     layers = (stored.get("text_config") or stored).get("num_hidden_layers", 1)
     if not 0 < layers <= _MOST_LAYERS:

@@ -192,7 +192,7 @@ def _count_events(hits: FloatArray, sizes: FloatArray) -> FloatArray:
 
 
 def _choose_quantiles(level: float, texts: int, events: FloatArray) -> FloatArray:
-    """Return Student's t for min(texts - 1, 5 + events) degrees of freedom, elementwise."""
+    """Return Student's t for min(texts - 1, 5 + ⌊events⌋) degrees of freedom, elementwise."""
     freedom = np.minimum(texts - 1, _BASE_FREEDOM + np.floor(events))
     of_each = np.vectorize(lambda degrees: compute_student_quantile(level, int(degrees)), otypes=[np.float64])
     quantiles: FloatArray = of_each(freedom)

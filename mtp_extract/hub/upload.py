@@ -71,7 +71,7 @@ class UploadResult:
     dry_run: bool
     created: bool | None  # the upload created the repository; None for a dry run, which does not ask the Hub
     sent: tuple[str, ...]  # paths of new or changed files
-    files: tuple[HubFile, ...]  # all files of the directory
+    files: tuple[HubFile, ...]  # all published files, unchanged ones too; with ``beside`` the GGUF alone
     notes: tuple[str, ...] = ()  # for example that the card was edited by hand
 
 

@@ -31,7 +31,7 @@ from mtp_extract.speculate.codec import Codec, PromptInput
 from mtp_extract.speculate.drafts import AdaptiveDrafts, Drafts, DraftTree, RunningLength, build_deepest_tree
 from mtp_extract.speculate.target import Base, check_pair
 
-_NOT_DRAWN = -1  # stands for a token that could not be drawn, since weights were not finite
+_NOT_DRAWN = -1  # stands for a token that could not be drawn: see :func:`draw`
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class SpeculativeGenerator:
 
         Raises:
             PairError: text or messages that cannot be encoded, an empty prompt, or a token the base does not have.
-            DrafterError: logits are not finite, so no token can be drawn.
+            DrafterError: logits hold NaN or +∞, so no token can be drawn.
         """
         prompt_tokens = self.codec.encode(prompt, chat_template=chat_template)
         stop_tokens = self.base.stop_token_ids if stop_token_ids is None else stop_token_ids

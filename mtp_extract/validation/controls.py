@@ -48,7 +48,7 @@ class Control:
     convention: Convention = LITERT
 
     def build_faulty(self, changed: MtpDrafter, convention: Convention | None = None) -> FaultyDrafter:
-        """Wrap the ``changed`` drafter to feed it this control's inputs, by ``convention`` instead of its own."""
+        """Wrap the ``changed`` drafter to feed it this control's inputs; ``convention`` replaces the control's own."""
         return FaultyDrafter(changed, convention or self.convention, self.change, self.every_step)
 
 

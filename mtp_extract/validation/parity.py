@@ -42,7 +42,7 @@ from mtp_extract.pipeline.extraction import extract_drafter
 from mtp_extract.pipeline.plan import WritingPlan
 
 _LONGEST = 768  # slots; filling all 32003 of a published file would prove no more
-# At E2B's input, quantized with a range of 24.4, real tokens have a root mean square of 3.2. With twice this share
+# At E2B's input, quantized up to 24.4, real tokens have a root mean square of 3.2. With twice this share
 # later activations clip so much that a drafter of E4B's size and its file correlate by 0.67; with this one by 0.91.
 _SHARE_OF_RANGE = 0.125
 _QUIET = np.float32(1e-3)  # factor of activations so small that epsilons of norms show
@@ -101,7 +101,7 @@ def view_by_slot(cache: NDArray[Any], axes: CacheAxes) -> NDArray[Any]:
 
 
 def draw_inputs(source: BundledDrafter, count: int, seed: int = 0, *, quiet: bool = False) -> Iterator[GraphInputs]:
-    """Draw ``count`` random steps at positions from 1 to the end of the caches.
+    """Draw ``count`` random steps at positions from 1 to the end of the caches, or of their first 768 slots.
 
     With ``quiet`` each step at one of the :data:`FIRST_POSITIONS` is repeated with a thousandth of its activations,
     which shows the epsilons of norms.

@@ -37,7 +37,7 @@ class ValidationPlan:
     command: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise PlanError for a number out of bounds, options that exclude each other, or an invalid tree."""
+        """Raise PlanError for a number out of bounds, options that do not go together, or an invalid tree."""
         check_bounds("new_tokens", self.new_tokens, least=3)
         check_bounds("batch", self.batch, least=1)
         check_bounds("samples", self.samples, least=1, most=4096)

@@ -53,7 +53,7 @@ class BaseFacts(Record):
     chat_template: bool  #: whether prompts went through its chat template
     timed: Count  #: texts generated to take times, by the base alone and with every chain and tree
     tokens_per_s: float | None  #: after the first token of each text
-    forward_ms: float | None  #: of one token
+    forward_ms: float | None  #: mean time of a forward over one token
 
 
 class DrafterFigures(Record):

@@ -37,7 +37,7 @@ class Worth(Record, kw_only=True):
     tokens_per_round: Figure  #: of these rounds: 1 + accepted / rounds
     same_text: Count  #: timed texts that are what the base alone writes
     tokens_per_s: float | None  #: one text at a time, after its first token
-    verify_ms: float | None  #: mean time of the base's forward in a round, one text at a time
+    verify_ms: float | None  #: mean time of a round's verification, one text at a time: forward and judgement
     draft_ms: float | None  #: mean time of all draft steps of a round
     predicted_speedup: float | None  #: tokens per round · forward_ms of the base / (verify_ms + draft_ms)
     measured_speedup: float | None  #: in tokens per second
@@ -110,10 +110,10 @@ def measure_worth(
     """Measure each of ``plans``: its rounds along all texts, and the times to generate the texts of ``alone``.
 
     Args:
-        agreement: drafts along these texts, with as many steps as the longest chain.
-        along: teacher-forced drafts with as many steps as the deepest tree; None without trees.
+        agreement: along these texts, each step after the drafter's own drafts; as many steps as the longest chain.
+        along: the same, but each step after the text's tokens; as many as the deepest tree, None without trees.
         plans: drafts by name; the longest chain comes before adaptive drafts.
-        alone: generations of the base alone, with the same ``new_tokens``.
+        alone: generations of the base alone, with the same ``new_tokens``; ``same_text`` counts texts equal to these.
         worth: the dictionary to fill, plan by plan, and return; by default a new one.
     """
     worth = {} if worth is None else worth
