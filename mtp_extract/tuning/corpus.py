@@ -78,8 +78,8 @@ class Corpus:
         """Return the score that the best weights have highest, from a measurement on the watched texts.
 
         It is the mean of two figures: teacher-forced tokens per round where training has seen the tokens, and where it
-        has not, since a drafter that only memorizes gets worse elsewhere. Where too few texts have anchors of both
-        kinds, it is the figure over all anchors.
+        has not, since a drafter that only memorizes gets worse elsewhere. Where too few texts have anchors of one of
+        the two kinds, it is the figure over all anchors.
         """
         trained_on = was_trained_on(watched, self.watched, self.sequences)
         parts = [watched.where(rows) for rows in (trained_on, ~trained_on)]

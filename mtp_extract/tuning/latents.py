@@ -108,7 +108,7 @@ class Latents(nn.Module):
 
     @torch.no_grad()
     def copy_results(self) -> dict[str, Tensor]:
-        """Return by latent name a copy on the CPU: int8 or uint8 codes of a quantized matrix, else the latent."""
+        """Return by latent name a copy on the CPU: int8 or uint8 codes where it trains on a grid, else the latent."""
         floats = {
             key: latent.detach().to("cpu", copy=True) for key, latent in self.values.items() if key not in self._grids
         }
@@ -141,7 +141,7 @@ def _list_trained_roles(checkpoint: Checkpoint, mode: TrainingMode, idle: Sequen
 
 
 class Grid:
-    """Scales and codes of a ``stored`` matrix: :class:`~mtp_extract.checkpoint.weight.Steps` for torch."""
+    """Rounds floats to the scales and codes of a ``stored`` matrix, as NumPy's ``Steps`` of a weight, but in torch."""
 
     def __init__(self, stored: Weight, device: torch.device | str) -> None:
         scheme = stored.scheme

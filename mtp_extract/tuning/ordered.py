@@ -115,6 +115,7 @@ def make_head(pair: Pair, drafter: Network, corpus: Corpus, reporter: Reporter) 
 def _measure_shares_kept(
     pair: Pair, drafter: Network, head: LearnedHead, top_k: int, corpus: Corpus, random_tokens: Sequence[Text]
 ) -> dict[str, Any]:
+    """Return by kind of held-out text which share of the dense head's choices the first ``top_k`` clusters have."""
     texts = [text for _, text in corpus.held_out]
     units = number_units(corpus)
     kinds = {
@@ -327,9 +328,8 @@ def count_clusters_needed(kinds: Sequence[Tensor]) -> int:
 
 
 def choose_top_k(watched: Sequence[Tensor], vocabulary: int, count: int) -> int:
-    """Return how many clusters to look into: the next power of two from :func:`count_clusters_needed`.
-
-    ``watched`` are ranks by kind of text, int64 [N] each.
+    """Return how many clusters to look into: the next power of two from :func:`count_clusters_needed`, or the most
+    that still save rows. ``watched`` are ranks by kind of text, int64 [N] each.
     """
     # A head that reads more than half of the rows saves too little.
     most = max(1, (vocabulary // 2 - count) // (vocabulary // count))

@@ -104,7 +104,8 @@ def require_codes(origin: CheckpointDirectory, idle: Sequence[str]) -> None:
 
 
 def plan_like(origin: CheckpointDirectory, checkpoint: Checkpoint) -> Plan:
-    """Plan ``checkpoint`` in the format and dtype of ``origin``; raise UnsupportedError if that cannot hold it."""
+    """Plan ``checkpoint`` in the format and dtype of ``origin``, with codes if that has them; UnsupportedError if that
+    cannot hold it."""
     tensors = origin.checkpoint.tensors.items()
     coded = any(weight.scheme is not None and role not in origin.extra_codes for role, weight in tensors)
     # Codes that `extra_codes` does not list are stored in place of floats, not beside them.

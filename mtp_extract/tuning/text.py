@@ -231,8 +231,8 @@ def compare_with_base(base: Base, texts: Sequence[Text], server: Server | None) 
     """Measure on some of the greedy ``texts`` of a server, or of people, how often each token is what ``base`` chooses.
 
     Returns:
-        ``kind`` and ``model`` of the writer; how many ``texts`` and ``positions`` were compared; ``agreement``, the
-        share of tokens that are the base's choice.
+        ``kind`` of the writer, and a server's ``model``; how many ``texts`` and ``positions`` were compared;
+        ``agreement``, the share of tokens that are the base's choice.
 
     Raises:
         PairError: the server has another base.

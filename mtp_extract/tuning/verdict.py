@@ -1,8 +1,8 @@
 """Compares a drafter before and after on held-out text, and decides whether the result is saved.
 
-It is saved if three things hold at 95 %: it takes fewer rounds on held-out text; it does not lose more than 0.05 tokens
-per round where drafts continue tokens that no training text has; and no workload is worse. A note names what too few
-texts leave undecided.
+It is saved if its intervals at 95 % show fewer rounds on held-out text, exclude a loss of 0.05 tokens per round where
+drafts continue tokens that no training text has, and show no workload to be worse. A note names what too few texts
+leave undecided.
 """
 
 from __future__ import annotations
