@@ -49,7 +49,7 @@ SIGNATURE = "mtp_drafter"
 _SEARCH_BUDGET = 3_000_000
 
 _MOST_HEADERS = 64
-"""Most bundles of a repository whose headers are read, 64 KiB each."""
+"""Largest number of bundles in a repository without a file named: of each, a header of 64 KiB is read."""
 
 _MOST_LISTED = 20
 
@@ -216,7 +216,7 @@ class ModelFile(AbstractContextManager["ModelFile"]):
         raise NoDrafterError(self._explain_no_drafter())
 
     def _find_by_signature(self) -> list[tuple[Section, TfliteModel]]:
-        """Find the models with a drafter's signature; a damaged model is passed over, as the error is no drafter."""
+        """Find the models with a drafter's signature, without damaged ones: what is reported is a missing drafter."""
         budget = Budget(_SEARCH_BUDGET)
         models = list[tuple[Section, TfliteModel]]()
         for section in self._models:
@@ -227,7 +227,7 @@ class ModelFile(AbstractContextManager["ModelFile"]):
         return models
 
     def _list_candidates(self, model: TfliteModel) -> list[Signature]:
-        """List signatures that may be the drafter's: the one that the user named, or by name, inputs and outputs."""
+        """List signatures that may be the drafter's: the one the user named, else by name, or by inputs and outputs."""
         if self.signature is not None:
             return [s for s in model.signatures if s.key == self.signature]
         # LiteRT-LM runs the first signature of the section, so the right name there decides.
@@ -358,7 +358,7 @@ def _open_bundle_with_drafter(
 
 
 def _look_into(address: HubAddress, token: str | bool | None, reporter: Reporter) -> tuple[ModelFile | None, str]:
-    """Open the bundle at ``address`` if its header lists a drafter; also return what it lists, or why not."""
+    """Open the bundle at ``address`` if its header lists a drafter; also return what it lists, or the error."""
     try:
         opened = _open(address, token, reporter)
     except (FormatError, TruncatedError, UnsupportedError) as error:

@@ -23,7 +23,7 @@ _FIELD = r"^((?: +#:? .*\n)*) +(\w+): .*?(?:  #:? (.*))?$"
 
 
 def build_schema(name: str) -> dict[str, Any]:
-    """Build the schema of the record ``name``, a :data:`RecordName`.
+    """Build the schema of the record ``name``, a :data:`RecordName`; fields that it does not list are never written.
 
     Raises:
         KeyError: there is no such record.

@@ -112,7 +112,7 @@ def format_examples(examples: Mapping[str, str]) -> str:
 
 
 def describe_command_line() -> str:
-    """Return the command line for a report; paths are cut to their last part, since others will read it."""
+    """Return the command line for a report; of a path of this machine only the name, since others will read it."""
     words = [os.path.basename(sys.argv[0])]
     for argument in map(_expand_home, sys.argv[1:]):
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)

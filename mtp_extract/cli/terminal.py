@@ -193,7 +193,7 @@ def _format_cell(value: object) -> object:
 
 
 def _measure_line(indent: str = "") -> int:
-    """Return how many characters fit on a line of stdout after ``indent``: any number, if it is not a terminal."""
+    """Return how many characters fit on a line of stdout after ``indent``; without terminal and COLUMNS, any number."""
     if not os.environ.get("COLUMNS", "").isdecimal() and not sys.stdout.isatty():
         return _UNBOUNDED
     return max(shutil.get_terminal_size().columns - len(indent), 1)

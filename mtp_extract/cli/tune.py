@@ -118,7 +118,7 @@ def tune_command(
         with _TuningReporter(quiet=not first) as reporter:
             outcome = tune(plan, reporter)
     except BaseException:
-        # Text of an earlier run alone is no reason to say so: this run may have another base, or no right to the place.
+        # Not for an earlier run's text alone: another run may be using it, or this one may have another base.
         if first and _find_last_write(plan.kept_in) != before:
             say(f"Text and state so far are in {escape(plan.kept_in)}/: the same command goes on there.")
         raise
@@ -160,7 +160,7 @@ class _TuningReporter(TerminalReporter):
 
 
 def _is_unchanged(outcome: Outcome, plan: TuningPlan) -> bool:
-    """Return whether training improved nothing, so that the best drafter is the one it began with."""
+    """Return whether training improved nothing, and the best drafter is the one it began with; False for a new head."""
     return plan.mode not in (ORDERED, EAGLE3) and outcome.record["best_step"] == 0
 
 

@@ -126,7 +126,7 @@ def _estimate_missing_drafts(served: Counts, expected: Counts) -> Figure:
     mean = float(missing.sum() / served.tokens.sum())
     if texts < LEAST_TEXTS:
         return Figure(mean, texts)
-    # Not by delta_bounds: a server that does what is expected has exactly 0 here, in every text.
+    # Not by bound_difference: these are not draws, and exactly 0 if a server does what is expected.
     error = math.sqrt(((missing - mean * served.tokens) ** 2).sum() * texts / (texts - 1))
     half = compute_student_quantile(0.95, texts - 1) * float(error / served.tokens.sum())
     return Figure(mean, texts, [mean - half, mean + half])

@@ -18,7 +18,7 @@ from mtp_extract.speculate.target import Base
 from mtp_extract.speculate.teacher import Text
 from mtp_extract.validation.controls import CONTROLS
 
-_LEAST_CHANGE = 0.01  # accepted drafts per token by which a fault has to change all texts to be compared
+_LEAST_CHANGE = 0.01  # accepted drafts per token, over all texts, by which a fault has to change them to be compared
 POSITION = "position_off_by_one"
 """Name of the control that puts the query where the other runtime puts it."""
 

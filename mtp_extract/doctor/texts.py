@@ -49,7 +49,7 @@ def ask_all(server: Server, plan: DoctorPlan, prompts: Sequence[Prompt]) -> list
 
 
 def count_rounds(answer: Answer) -> float | None:
-    """Return the rounds that the server reports, or tokens − 1.5 − accepted drafts; None if neither is known.
+    """Return the rounds that the server reports, or tokens − 1.5 − accepted drafts; None if unknown or too few.
 
     Each round adds one token beside its drafts. The half is for the last round, which may have had no room for drafts.
     """
