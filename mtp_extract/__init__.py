@@ -5,7 +5,7 @@
     import mtp_extract
 
     with mtp_extract.open("gemma-4-E4B-it.litertlm") as bundle:
-        bundle.sections              # what the container holds
+        bundle.sections                   # what the container holds
         drafter = bundle.read_drafter()   # the drafter: geometry, roles, the evidence for each
     mtp_extract.extract("gemma-4-E4B-it.litertlm", "drafter")   # a directory that transformers loads
     mtp_extract.convert("drafter", "gguf", format="gguf")       # the same for llama.cpp
@@ -63,13 +63,13 @@ __all__ = [
 
 _MODULES = {
     "BenchPlan": "serving.plan",
+    "BundledDrafter": "bundle",
     "CardWords": "report.card",
     "DoctorPlan": "doctor.plan",
     "ExtractionResult": "pipeline.writing",
     "MtpExtractError": "errors",
     "ModelFile": "bundle",
     "Reporter": "progress",
-    "BundledDrafter": "bundle",
     "TuningPlan": "tuning.plan",
     "UploadResult": "hub.upload",
     "ValidationPlan": "validation.plan",

@@ -41,7 +41,7 @@ def _zero_state(drafter: MtpDrafter, base: Base) -> Any:
     return engine
 
 
-def _shuffle_state(drafter: MtpDrafter, base: Base) -> Any:
+def _shuffle_kv(drafter: MtpDrafter, base: Base) -> Any:
     last: dict[str, Any] = {}
 
     def change(state: RoundStart) -> RoundStart:
@@ -122,7 +122,7 @@ def _give_stale_kv(drafter: MtpDrafter, base: Base) -> Any:
 
 
 PLANTED: dict[str, Engine] = {
-    "shuffled_kv": _shuffle_state,
+    "shuffled_kv": _shuffle_kv,
     "zero_hidden": _zero_state,
     "unscaled_embedding": _unscale_embedding,
     "sqrt_d_attention": _scale_attention,

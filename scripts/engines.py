@@ -215,7 +215,7 @@ def format_cells(outcome: Outcome) -> list[str]:
 
 
 def list_shortfalls(outcomes: Iterable[Outcome]) -> list[str]:
-    """List what went wrong: not loaded, another text, or another acceptance than the F32 checkpoint's, row one."""
+    """List what went wrong: not loaded, another text, or other acceptance than in its first row, of F32."""
     shortfalls = []
     first: dict[str, Outcome] = {}
     for outcome in outcomes:
