@@ -118,13 +118,13 @@ def test_caches_are_not_looked_at_element_by_element(monkeypatch: pytest.MonkeyP
         expected = {role: len(places) for role, places in find_base(opened).places.items()}
         monkeypatch.setattr(reading, "_MOST_TRACKED_ELEMENTS", 1024)
         enumerated = list[int]()
-        vector = Expressions.vector
+        vector = Expressions.make_vector
 
         def counting(self: Any, *parts: Any, size: int) -> Any:
             enumerated.append(size)
             return vector(self, *parts, size=size)
 
-        monkeypatch.setattr(Expressions, "vector", counting)
+        monkeypatch.setattr(Expressions, "make_vector", counting)
         assert {role: len(places) for role, places in find_base(opened).places.items()} == expected
     assert max(enumerated) <= 1024
 
