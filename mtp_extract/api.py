@@ -319,7 +319,7 @@ def insert(
         dry_run: write nothing and return what would be done; ``out`` is then None.
         graph_from: for a bundle without a drafter, the bundle or model whose drafter's graph it gets.
         base: for a graph with static activations, the base beside which their scales are measured anew, on our prompts;
-            of a base that is put in the one that was there, to measure what their grids cut off of each.
+            of a base that is put in the one that was there, to measure what the static scales clip of each.
         section: index of the drafter's in ``bundle``, where there are several.
         overwrite: replace ``out`` if it is there.
         force: write although rounding to the bundle's types loses more than a tenth of a role of a base.
@@ -350,7 +350,7 @@ def insert(
 
 
 def _choose_measurement(source: str, base: str, reporter: Reporter) -> dict[str, Any]:
-    """Choose what an insertion measures with ``base``: a drafter's ranges, or what the grids cut off of a base."""
+    """Choose what an insertion measures with ``base``: a drafter's ranges, or what the static scales clip of a base."""
     from mtp_extract.evaluation.extras import require_packages
     from mtp_extract.insertion.base_checkpoint import holds_base
     from mtp_extract.io.opening import fetch_checkpoint

@@ -16,8 +16,10 @@ arguments = parser.parse_args()
 with mtp_extract.open(arguments.source) as bundle:
     for section in bundle.sections:
         print(f"section {section.index}: {section.type_name} {section.model_type or ''}, {section.size:,} bytes")
-    shard = bundle.read_drafter()
-    print(f"the drafter: section {shard.section.index}, found by {shard.found_by}, {len(shard.structure.roles)} roles")
+    drafter = bundle.read_drafter()
+    print(
+        f"the drafter: section {drafter.section.index}, found by {drafter.found_by}, {len(drafter.structure.roles)} roles"
+    )
     made = mtp_extract.extract(bundle, arguments.out, overwrite=True)
 
 print(f"{made.parameters:,} parameters in {made.directory}/, proven to compute what the graph of the file computes")

@@ -39,8 +39,8 @@ def insert_command(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="For static activations: base with which a drafter's are calibrated again; of a base the old one, to "
-            "measure what their grids cut off.",
+            help="For static activations: the base to calibrate a drafter's with again; or, if a base is put in, the "
+            "old one, to measure what their scales clip.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would change; write nothing.")] = False,
