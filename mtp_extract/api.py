@@ -72,14 +72,14 @@ def inspect(
     against: PathLike | None = None,
     reporter: Reporter = SILENT,
 ) -> Inspection | BaseComparison:
-    """What a bundle or a checkpoint holds.
+    """Inspect a bundle or a checkpoint, or compare one with the other.
 
     Args:
         source: a bundle, as :func:`open` takes it, or a checkpoint: a directory or a ``.gguf``.
         tensors: list every tensor.
-        graph: of a bundle: list what every operator is read as, then every role and every other constant.
-        against: of a checkpoint, the bundle that all is derived from again and compared with, bit for bit; of a bundle,
-            a base's directory or its id on the Hub, from which it is fetched into the Hub's cache.
+        graph: list, for a bundle, what every operator is read as, then every role and every other constant.
+        against: for a checkpoint, the bundle from which everything is derived again and compared, bit for bit; for a
+            bundle, the directory of a base, or its id on the Hub, whose files then go into the Hub's cache.
         reporter: told of the bytes that are fetched and compared.
 
     Returns:
@@ -198,7 +198,7 @@ def convert(
 
 
 def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
-    """Whether a checkpoint is the drafter of its file, and whether it drafts what its base would say.
+    """Check a drafter against its bundle, and measure how many of its drafts its base accepts.
 
     Args:
         plan: its fields are
@@ -234,9 +234,9 @@ def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
     from mtp_extract.io.place import check_place
     from mtp_extract.report.files import REPORT_LISTED
 
-    to: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
+    destination: dict[str, Any] = {"overwrite": plan.overwrite, "inputs": plan.inputs}
     if plan.report is not None:
-        check_place(plan.report, **to, listed=REPORT_LISTED)
+        check_place(plan.report, **destination, listed=REPORT_LISTED)
     require_packages("torch", *(["transformers"] if plan.sample or plan.base else []))
 
     from mtp_extract.validation import page, run
@@ -245,7 +245,7 @@ def validate(plan: ValidationPlan, reporter: Reporter = SILENT) -> Validation:
     validation = run.run_validation(replace(plan, directory=directory, beside=beside), reporter)
     reporter.report_result(validation)
     if plan.report is not None:
-        page.write_validation(validation, plan.report, **to)
+        page.write_validation(validation, plan.report, **destination)
     return validation
 
 
@@ -404,7 +404,7 @@ def bench(plan: BenchPlan, reporter: Reporter = SILENT) -> Benchmark:
 
 
 def diagnose(plan: DoctorPlan, reporter: Reporter = SILENT) -> Diagnosis:
-    """Why a server rejects drafts: whether the pair fits, what is expected, what is served, and which fault it is.
+    """Find out why a server rejects drafts: whether the pair fits, what is expected and served, and which fault it is.
 
     Args:
         plan: its fields are

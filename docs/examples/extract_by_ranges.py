@@ -17,9 +17,8 @@ with mtp_extract.open(arguments.source) as bundle:
     for section in bundle.sections:
         print(f"section {section.index}: {section.type_name} {section.model_type or ''}, {section.size:,} bytes")
     drafter = bundle.read_drafter()
-    print(
-        f"the drafter: section {drafter.section.index}, found by {drafter.found_by}, {len(drafter.structure.roles)} roles"
-    )
+    roles = len(drafter.structure.roles)
+    print(f"the drafter: section {drafter.section.index}, found by {drafter.found_by}, {roles} roles")
     made = mtp_extract.extract(bundle, arguments.out, overwrite=True)
 
 print(f"{made.parameters:,} parameters in {made.directory}/, proven to compute what the graph of the file computes")
