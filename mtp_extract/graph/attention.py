@@ -19,7 +19,7 @@ from mtp_extract.graph.call import (
     read_ints,
     resolve_axis,
 )
-from mtp_extract.graph.evaluate import LAYOUT, move_elements
+from mtp_extract.graph.evaluate import move_elements
 from mtp_extract.graph.expressions import Expr, Ids, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, Node, Value, walk_ancestors
 from mtp_extract.graph.forms import (
@@ -35,6 +35,7 @@ from mtp_extract.graph.forms import (
     get_operand_shape,
     read_heads_and_width,
 )
+from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.graph.mask_trees import MaskValue, SlotWindow
 from mtp_extract.graph.scores import (
     CacheMatrix,

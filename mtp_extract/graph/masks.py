@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from mtp_extract.errors import UnsupportedError
 from mtp_extract.graph.call import NUMPY_TYPES, Array, build_refusal
-from mtp_extract.graph.evaluate import ELEMENTWISE, LAYOUT, evaluate, find_input_names, is_rounded
+from mtp_extract.graph.evaluate import evaluate, find_input_names, is_rounded
 from mtp_extract.graph.expressions import Ids
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, Depends, FlatGraph, Node, Value, walk_ancestors
 from mtp_extract.graph.forms import Attention, OutputGuard
+from mtp_extract.graph.kernels import ELEMENTWISE, LAYOUT
 from mtp_extract.graph.mask_trees import Bools, Cases, SlotWindow
 from mtp_extract.graph.positions import Positions, fill_input
 from mtp_extract.litertlm.storage import FLOAT_TYPES, NUMBER_TYPES

@@ -30,10 +30,11 @@ from mtp_extract.graph.call import (
     read_ints,
     resolve_axis,
 )
-from mtp_extract.graph.evaluate import KERNELS, LAYOUT, evaluate, move_elements, uses_rounded_results
+from mtp_extract.graph.evaluate import evaluate, move_elements, uses_rounded_results
 from mtp_extract.graph.expressions import LARGEST_FACTOR, Term, UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value, find_source, walk_ancestors
 from mtp_extract.graph.forms import Cache, Form, Operand, QueryTerms, ReadGraph, ScoreView, get_operand_shape
+from mtp_extract.graph.kernels import KERNELS, LAYOUT
 from mtp_extract.graph.matrices import PRODUCT, compute_product_shape, find_weight
 from mtp_extract.graph.positions import find_caches
 from mtp_extract.graph.views import View

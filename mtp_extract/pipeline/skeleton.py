@@ -17,9 +17,9 @@ from mtp_extract.bundle import ModelFile, open_bundle
 from mtp_extract.errors import MtpExtractError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS, SELECTIONS
 from mtp_extract.graph.drafter import DrafterReader, read_drafter_graph
-from mtp_extract.graph.evaluate import LAYOUT
 from mtp_extract.graph.expressions import UnreadableError
 from mtp_extract.graph.flat import Depends, FlatGraph, Node, Value
+from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.graph.matrices import PRODUCT, find_weight
 from mtp_extract.graph.roles import find_named_roles
 from mtp_extract.io.place import PathLike, check_place, stage_output

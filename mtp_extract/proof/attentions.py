@@ -16,10 +16,11 @@ from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.errors import ProofError, UnsupportedError
 from mtp_extract.graph.call import CONVERSIONS
 from mtp_extract.graph.drafter import DrafterStructure, Layer
-from mtp_extract.graph.evaluate import LAYOUT, uses_rounded_results
+from mtp_extract.graph.evaluate import uses_rounded_results
 from mtp_extract.graph.expressions import Doubles
 from mtp_extract.graph.flat import MASK, MASK_LOCAL, PARAM_TENSOR, FlatGraph, Value, walk_ancestors
 from mtp_extract.graph.forms import OutputGuard
+from mtp_extract.graph.kernels import LAYOUT
 from mtp_extract.graph.mask_trees import Bools, Cases, Effect, SlotWindow
 from mtp_extract.graph.masks import Masks
 from mtp_extract.graph.rotation import compute_frequencies

@@ -15,8 +15,9 @@ from helpers.make_drafter import DrafterSpec, plain_drafter
 from helpers.one_op import Grid, OneOp, const
 from seam import FormatError, MtpExtractError, UnsupportedError, evaluate, flat
 
-from mtp_extract.graph.evaluate import KERNELS, find_input_names
+from mtp_extract.graph.evaluate import find_input_names
 from mtp_extract.graph.flat import Depends
+from mtp_extract.graph.kernels import KERNELS
 
 Array = np.ndarray
 RNG = np.random.default_rng(5)
