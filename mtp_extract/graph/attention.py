@@ -337,7 +337,7 @@ def _check_reduction(reading: ReadGraph, node: Node, mask: Tensor, reduced: Tens
     keeps_axes = bool(Call(reading.graph, node).read_option(0, "?", False))
     sizes = (1 if axis in axes else size for axis, size in enumerate(mask.shape) if keeps_axes or axis not in axes)
     if tuple(sizes) != tuple(reduced.shape):
-        raise UnreadableError(f"selects by {reduced.label}, which has not the shape of its reduction (a damaged file)")
+        raise UnreadableError(f"selects by {reduced.label}, whose shape is not that of its reduction (a damaged file)")
     if mask.type != reduced.type or reduced.type not in NUMPY_TYPES or has_few_bits(mask):
         raise UnreadableError(
             f"reduces a mask of {mask.type_name} to {reduced.type_name} (expected one type, no codes)"

@@ -240,14 +240,14 @@ class _Builder:
     def _bypass(self, op: Operator, inputs: tuple[Value | None, ...], values: dict[int, Value]) -> None:
         """Replace the result of ``op`` by its one operand that is no constant."""
         if len(op.outputs) != 1 or op.outputs[0] < 0 or op.outputs[0] in values:
-            raise UnsupportedError(f"{op.label} cannot be left out: it has not exactly one result.")
+            raise UnsupportedError(f"{op.label} cannot be left out: expected one result, of this operator alone.")
         tensor = self.model.tensor(op.subgraph, op.outputs[0])
         kind = tensor.type, tensor.shape
         similar = [v for v in inputs if v is not None and (v.tensor.type, v.tensor.shape) == kind]
         # Prefer activations: a mask of the same shape may be another operand.
         candidates = [v for v in similar if v.depends & Depends.DATA] or [v for v in similar if v.depends]
         if len({id(value) for value in candidates}) != 1:
-            raise UnsupportedError(f"{op.label} cannot be left out: not one operand alone is like its result.")
+            raise UnsupportedError(f"{op.label} cannot be left out: expected one operand like its result.")
         candidates[0].tensors.append(tensor)
         values[op.outputs[0]] = candidates[0]
 

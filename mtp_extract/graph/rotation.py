@@ -213,7 +213,7 @@ def _match_pairs(element: Ids) -> Bools:
 def _check_heads(name: str, scores: ScoreRows, head: Ids, heads: int, kv_heads: int) -> None:
     """Raise RoleError unless every row is another query head, with the KV head that a checkpoint gives it."""
     if not np.array_equal(np.sort(head), np.arange(heads)):
-        raise RoleError(f"{name}.attention: its scores have not one row for each query head.")
+        raise RoleError(f"{name}.attention: expected one row of scores for each query head.")
     if heads % kv_heads or not np.array_equal(scores.head, head // (heads // kv_heads)):
         raise RoleError(f"{name}.attention: query heads read other heads of K than a checkpoint's do.")
 
