@@ -95,7 +95,8 @@ class Shape:
             ValueError: they are no whole periods, or fewer than two.
         """
         if layers % self.period or not 2 * self.period <= layers <= self.layers:
-            raise ValueError(f"layers: expected a multiple of {self.period} up to {self.layers}, found {layers}.")
+            allowed = f"a multiple of {self.period} from {2 * self.period} to {self.layers}"
+            raise ValueError(f"layers: expected {allowed}, found {layers}.")
         shared = max(1, round(layers * self.shared / self.layers / self.period)) * self.period
         return replace(self, layers=layers, shared=shared)
 

@@ -86,8 +86,9 @@ def test_a_tokenizer_of_any_size(tmp_path: Path) -> None:
 def test_fewer_layers_are_whole_periods() -> None:
     cut = SHAPES["e4b"].with_layers(12)
     assert (cut.owners, cut.types[-1], cut.cache_of(11), cut.cache_of(10)) == (6, "full_attention", 5, 4)
-    with pytest.raises(ValueError, match="expected a multiple of 6 up to 42, found 13"):
-        SHAPES["e4b"].with_layers(13)
+    for layers in (6, 13, 48):
+        with pytest.raises(ValueError, match=f"expected a multiple of 6 from 12 to 42, found {layers}"):
+            SHAPES["e4b"].with_layers(layers)
 
 
 def test_what_a_process_takes(tmp_path: Path) -> None:
