@@ -224,7 +224,14 @@ class _Comparison:
         if not (self.directory / RECORD).exists():
             return _build_check("record", None, [f"there is no {RECORD}"])
         evidence = ["every file is as recorded"]
-        return _build_check("record", self._find_contradictions(evidence), evidence)
+        check = _build_check("record", self._find_contradictions(evidence), evidence)
+        if check.passed and not self._compares_record_with_bundle():
+            return _build_check("record", None, [*evidence, "what it says of the bundle was not compared"])
+        return check
+
+    def _compares_record_with_bundle(self) -> bool:
+        """Whether the record's facts of the bundle can be compared: the weights are the bundle's."""
+        return bool(self.proven or self.source.not_proven)
 
     def _find_other_tensors(self) -> Iterator[str]:
         """Yield the first tensor that does not follow from the file's; put the chains of the others into ``chains``."""
@@ -280,7 +287,7 @@ class _Comparison:
         record = read_record(self.directory)
         if self.read is None:
             yield from find_changed_files(self.directory, record).values()
-        if not self.proven and not self.source.not_proven:
+        if not self._compares_record_with_bundle():
             return
         stated: dict[str, Any] = {"dtype": CODES if record["dtype"] == CODES else self.written.dtype}
         # A directory of unknown origin may have been changed before.
