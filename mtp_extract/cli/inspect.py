@@ -104,6 +104,7 @@ def _show_comparison(comparison: BaseComparison) -> None:
         parts = (f"{count} tensors of {escape(part)}" for part, count in comparison.not_compared.items())
         say(f"  not compared: {', '.join(parts)}")
     say("  Weights are compared, not what the graphs compute with them.")
+    say_notes(comparison.notes)
 
 
 def _show_checkpoint(report: Mapping[str, Any]) -> None:

@@ -73,6 +73,7 @@ class BaseStructure:
     width: int  # of the residual stream
     soft_cap: float | None  # on the logits; None without one, or without logits
     rms_norm_eps: float | None  # None in an embedder
+    hidden_activation: str | None = None  # transformers' name of the gates' function; None in an embedder
     per_layer_factor: float = 1.0  # the decoder's factor on the per-layer embeddings, relative to their projection
 
 
@@ -130,7 +131,16 @@ class _BaseReader(Blocks):
         roles = sort_roles([_allow_factor_of_one(role) for role in self.roles])
         width = graph.inputs[EMBEDDINGS].tensor.shape[-1]
         aside = list_other_constants(graph, roles)
-        return BaseStructure(roles, aside, count, width, soft_cap, self.require_one_epsilon(), self.per_layer_factor)
+        return BaseStructure(
+            roles,
+            aside,
+            count,
+            width,
+            soft_cap,
+            self.require_one_epsilon(),
+            self.require_one_activation(),
+            self.per_layer_factor,
+        )
 
     def _take_layer(self, index: int, out: Expr, factor: float) -> tuple[Expr, float]:
         """Take the layer whose result is ``factor × out``, and return the stream below it and that stream's factor."""

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import NamedTuple
 
-from mtp_extract.bundle import BundledDrafter, ModelFile
+from msgspec import Struct
+
+from mtp_extract.architecture.config import DrafterConfig
+from mtp_extract.bundle import MODEL_TYPE, BundledDrafter, ModelFile
 from mtp_extract.checkpoint.documents import find_differences
-from mtp_extract.errors import PairError, RoleError, UnsupportedError, escape
+from mtp_extract.errors import MtpExtractError, PairError, RoleError, UnsupportedError, escape
+from mtp_extract.formats.reading import Size, attribute_errors_to, parse_fields
+from mtp_extract.formats.transformers import Rope, parse_rope
 from mtp_extract.graph.base import (
     BaseStructure,
     choose_decoder_signature,
@@ -23,7 +28,7 @@ from mtp_extract.graph.base import (
 )
 from mtp_extract.graph.drafter import ACTIVATIONS, LOGITS, PROJECTED
 from mtp_extract.graph.flat import FlatGraph, flatten
-from mtp_extract.insertion.base_checkpoint import BaseCheckpoint
+from mtp_extract.insertion.base_checkpoint import CONFIG, BaseCheckpoint
 from mtp_extract.insertion.slots import Location
 from mtp_extract.litertlm.container import TFLITE_MODEL, Section
 from mtp_extract.litertlm.flatbuffer import Budget
@@ -142,22 +147,65 @@ def _read_signature(
         raise type(error)(f"{model.region.source.name}: signature {escape(signature.key)!r}: {error}") from error
 
 
-def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> None:
-    """Raise PairError, with the differences, if the shapes, the norms' epsilon or the soft cap differ."""
+class _AttentionSettings(Struct):
+    """Keys of ``text_config`` that change no shape, but what a base computes."""
+
+    rope_parameters: dict[str, Rope] | None = None
+    sliding_window: Size | None = None
+
+
+def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> list[str]:
+    """Compare the configuration of ``checkpoint`` with the graph of ``base``.
+
+    RoPE and the sliding window are those of the bundle's drafter, which reads the base's caches. A key that the
+    configuration lacks is taken to be as the graph has it.
+
+    Returns:
+        A note if RoPE and window were compared with nothing.
+
+    Raises:
+        PairError: they differ; the text says where.
+        CheckpointError: the configuration has RoPE or a window that transformers does not know for Gemma 4.
+    """
     walk = base.structure
-    graph = {
+    graph: dict[str, object] = {
         "num_hidden_layers": walk.layers,
         "hidden_size": walk.width,
         "vocab_size": base.places["embed_tokens"][0].found.shape[0],
         "rms_norm_eps": walk.rms_norm_eps,
         "final_logit_softcapping": walk.soft_cap,
+        "hidden_activation": walk.hidden_activation,
     }
     config = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
+    drafter = _read_drafter_config(base.opened)
+    if isinstance(drafter, DrafterConfig):
+        with attribute_errors_to(checkpoint.directory / CONFIG):
+            stated = parse_fields(checkpoint.text, _AttentionSettings)
+        graph["sliding_window"] = drafter.sliding_window
+        config["sliding_window"] = stated.sliding_window or drafter.sliding_window
+        parameters = stated.rope_parameters or {}
+        for layer_type, rope in drafter.rope.items():
+            place = f"rope_parameters.{layer_type}"
+            graph[place] = asdict(rope)
+            config[place] = asdict(parse_rope(parameters, layer_type)) if layer_type in parameters else graph[place]
     if wrong := describe_differences(graph, config, _CONFIG_TOLERANCE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
             f"{wrong}. Give the base of this bundle, or one tuned from it."
         )
+    return [drafter] if isinstance(drafter, str) else []
+
+
+def _read_drafter_config(opened: ModelFile) -> DrafterConfig | str:
+    """Return the configuration of the drafter in ``opened``, or a note that says why there is none."""
+    note = "RoPE and the sliding window in config.json were compared with nothing: the bundle keeps its own, and "
+    if not any(section.model_type == MODEL_TYPE for section in opened.sections):
+        return f"{note}has no drafter that tells them."
+    try:
+        return opened.read_drafter().config
+    except MtpExtractError as error:
+        # The drafter stays as it is, so it need not be one that this release reads.
+        return f"{note}its drafter, which tells them, cannot be read: {error}"
 
 
 def describe_differences(expected: Mapping[str, object], actual: Mapping[str, object], tolerance: float) -> str:

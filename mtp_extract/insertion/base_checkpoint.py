@@ -24,7 +24,7 @@ from mtp_extract.errors import CheckpointError, UnsupportedError, escape, list_f
 from mtp_extract.formats import reading
 from mtp_extract.io.opening import ADAPTER, MERGE_FIRST
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Names of tensors begin with the first in the whole model, with the second in a text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -56,7 +56,7 @@ class BaseCheckpoint:
 
 def holds_base(directory: Path) -> bool:
     """Whether ``directory`` has a Gemma 4 base as transformers writes it; CheckpointError if config.json is damaged."""
-    config = directory / _CONFIG
+    config = directory / CONFIG
     return config.is_file() and read_object(config, _EXPECTED).get("model_type") in _MODEL_TYPES
 
 
@@ -75,7 +75,7 @@ def read_base(directory: Path) -> BaseCheckpoint:
         UnsupportedError: it stores integers in another way than Google's mobile checkpoints.
     """
     check_merged(directory)
-    config = read_object(directory / _CONFIG, _EXPECTED)
+    config = read_object(directory / CONFIG, _EXPECTED)
     text, sizes = _read_text_config(directory, config)
     stored = _list_tensors(directory)
     if any(_LORA_PART in name for name in stored):
@@ -127,8 +127,8 @@ def _read_text_config(directory: Path, config: Mapping[str, Any]) -> tuple[dict[
         )
     text = config.get("text_config", config)
     if not isinstance(text, dict):
-        raise CheckpointError(f"{escape(directory / _CONFIG)}: expected text_config to be an object.")
-    with reading.attribute_errors_to(directory / _CONFIG):
+        raise CheckpointError(f"{escape(directory / CONFIG)}: expected text_config to be an object.")
+    with reading.attribute_errors_to(directory / CONFIG):
         return text, reading.parse_fields(text, _LayerCounts)
 
 

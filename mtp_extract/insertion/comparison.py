@@ -78,6 +78,7 @@ class BaseComparison:
     layers: int  # of the base
     roles: tuple[RoleVerdict, ...]
     not_compared: Mapping[str, int]  # tensors of other parts than the text model, by part
+    notes: tuple[str, ...]  # on settings of the checkpoint that were compared with nothing
 
     @property
     def counts(self) -> dict[str, int]:
@@ -105,11 +106,13 @@ class BaseComparison:
 def compare_base(opened: ModelFile, directory: Path, reporter: Reporter = SILENT) -> BaseComparison:
     """Compare the base in ``opened`` with a checkpoint; MtpExtractError if one is unreadable or geometries differ."""
     checkpoint, base = read_base(directory), find_base(opened)
-    check_base(checkpoint, base)
+    notes = check_base(checkpoint, base)
     verdicts = compare_slots([*match_roles(base.places, checkpoint.weights)], reporter)
     reason = "the bundle has no place for this tensor"
     verdicts += [RoleVerdict(name, name, (), NOT_FOUND, why=reason) for name in checkpoint.unknown]
-    return BaseComparison(opened.source.name, directory, base.structure.layers, tuple(verdicts), checkpoint.others)
+    return BaseComparison(
+        opened.source.name, directory, base.structure.layers, tuple(verdicts), checkpoint.others, tuple(notes)
+    )
 
 
 def compare_slots(matches: Sequence[RoleMatch], reporter: Reporter = SILENT) -> list[RoleVerdict]:

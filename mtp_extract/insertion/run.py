@@ -211,8 +211,8 @@ def _plan_base(
             f"{escape(checkpoint.directory)}: {len(checkpoint.unknown)} tensors play no role in Gemma 4's text model: "
             f"{list_few(checkpoint.unknown)}. They cannot be put into a bundle."
         )
-    slots = _match_base(opened, checkpoint)
-    notes = [*opened.remarks]
+    slots, notes = _match_base(opened, checkpoint)
+    notes = [*opened.remarks, *notes]
     encodings = encode_slots(
         slots, make_counter(reporter, "encoding", sum(math.prod(slot.new.shape) for slot in slots))
     )
@@ -228,12 +228,14 @@ def _plan_base(
 
     def check(path: Path) -> None:
         with open_bundle(path) as new:
-            check_written(path, _match_base(new, checkpoint), encodings)
+            check_written(path, _match_base(new, checkpoint)[0], encodings)
 
     return InsertionPlan(opened.source, encodings, overlays, tuple(notes), inputs, check, of_base=True)
 
 
-def _match_base(opened: ModelFile, checkpoint: BaseCheckpoint) -> list[WeightSlot]:
+def _match_base(opened: ModelFile, checkpoint: BaseCheckpoint) -> tuple[list[WeightSlot], list[str]]:
+    """Return the slots of the base in ``opened`` with the checkpoint's weights, and notes on their configurations."""
     base = find_base(opened)
-    check_base(checkpoint, base)
-    return [slot for match in match_roles(base.places, checkpoint.weights) for slot in match.require_slots()]
+    notes = check_base(checkpoint, base)
+    matches = match_roles(base.places, checkpoint.weights)
+    return [slot for match in matches for slot in match.require_slots()], notes

@@ -56,6 +56,8 @@ def test_the_sample_holds_its_base(sample: Path, base: Path) -> None:
     result = compare(sample, base)
     assert (len(result.roles), result.layers) == (102, 6)
     assert result.problem is None
+    assert result.notes == ()
+
     by_role = {role.role: role for role in result.roles}
     assert {role.verdict for role in result.roles if len(role.shape) == 1} == {EQUAL}
     assert {role.verdict for role in result.roles if len(role.shape) == 2} == {HALF_STEP}
@@ -64,6 +66,11 @@ def test_the_sample_holds_its_base(sample: Path, base: Path) -> None:
     # Layers 4 and 5 read the caches of others.
     owners = {role.role.split(".")[1] for role in result.roles if role.role.endswith(".k_proj")}
     assert owners == {"0", "1", "2", "3"}
+
+
+def test_settings_that_a_config_leaves_out_are_as_the_bundle_has_them(sample: Path, tmp_path: Path) -> None:
+    left_out = dict.fromkeys(("rope_parameters", "sliding_window"))
+    assert compare(sample, base_with(tmp_path / "base", **left_out)).problem is None
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -189,6 +196,23 @@ def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path
         ({"rms_norm_eps": 10**400}, PairError, "rms_norm_eps"),
         ({"final_logit_softcapping": "30"}, PairError, "final_logit_softcapping 30 instead of 30.0"),
         ({"final_logit_softcapping": None}, PairError, "final_logit_softcapping"),
+        ({"hidden_activation": "gelu"}, PairError, "hidden_activation gelu instead of gelu_pytorch_tanh"),
+        ({"sliding_window": 32}, PairError, "sliding_window 32 instead of 16"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}},
+            PairError,
+            "rope_parameters.sliding_attention.theta 20000.0 instead of 10000.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "proportional"}}},
+            PairError,
+            "rope_parameters.full_attention.partial_rotary_factor 1.0 instead of 0.25",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "yarn"}}},
+            CheckpointError,
+            "config.json: .*rope_type",
+        ),
     ],
 )
 def test_another_model_is_refused(

@@ -72,6 +72,14 @@ def test_its_base_is_equal_in_every_form_and_changes_no_byte(tmp_path: Path, for
     assert (tmp_path / "new.litertlm").read_bytes() == TWIN.read_bytes()
 
 
+def test_rope_and_window_are_said_to_be_compared_with_nothing_where_no_drafter_tells_them(tmp_path: Path) -> None:
+    base = twin_base(tmp_path / "base")
+    (note,) = compare(TWIN, base).notes
+    assert note.endswith("the bundle keeps its own, and has no drafter that tells them.")
+    with plan_insertion(base, TWIN) as plan:
+        assert note in plan.notes
+
+
 ROOTS = {
     "the projection's root in its scales": {"prefill_decode": scaled_matrix(PROJECTION, 1 / 8)},
     # The queries of layers with eight heads of 16 are multiplied, too, before their norm.
