@@ -45,6 +45,8 @@ _LARGEST_IN_HALF = 64.0
 """Scaled by at most this factor or its inverse, values of ordinary size neither overflow nor vanish in FLOAT16."""
 _UNREACHED_BOUNDS = {"MINIMUM": 1e-30, "MAXIMUM": -1e-30}
 """A bound changes nothing if bound × this number ≥ 1: it is beyond ±1e30, which no value of a drafter reaches."""
+_SYMMETRIC = frozenset({"ADD", "MINIMUM", "MAXIMUM"})
+"""Operators that compute the same of their operands in either order, and are read with a number as the second."""
 _OPERAND_COUNTS = {
     **dict.fromkeys(("NEG", "SQUARE", "SQRT", "RSQRT", "EXP", "TANH", "GELU", "SOFTMAX", "LOGICAL_NOT"), 1),
     **dict.fromkeys(("ADD", "SUB", "MUL", "DIV", "POW", "MINIMUM", "MAXIMUM", "EQUAL", "BATCH_MATMUL", *REDUCTIONS), 2),
@@ -334,6 +336,8 @@ def _move_elements(
 def _compute_term(reading: ReadGraph, node: Node, first: Term, second: Term) -> Term:
     """Return the result of ``node``, element by element; an operator of one operand gets it as both."""
     expressions = reading.expressions
+    if node.kind in _SYMMETRIC and expressions.get_number(first) is not None:
+        first, second = second, first
     number = expressions.get_number(second)
     match node.kind:
         case "ADD" | "SUB":

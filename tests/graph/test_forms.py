@@ -67,6 +67,20 @@ def test_what_looks_alike_is_refused_for_what_it_is(name: str) -> None:
     assert re.search(why, verdict.detail), verdict.detail
 
 
+READ: dict[str, Change] = {
+    "0 plus an activation": edge("0.merged", lambda g, x: g.call("ADD", np.float32(0), x)),
+    "5 plus a score": edge("0.scores", lambda g, x: g.call("ADD", np.float32(5), x)),
+    "the least of a far bound and an activation": edge("1.stream", lambda g, x: g.call("MINIMUM", np.float32(1e30), x)),
+}
+"""The same function in other words."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_the_same_is_read(name: str) -> None:
+    verdict = try_case(Case("forms", name, READ[name]), "torch")
+    assert str(verdict).startswith("same"), verdict
+
+
 def gather_windows(chosen: list[int]) -> Memory:
     """Return a drafter that picks the slots ``chosen`` of a window, in its weights and in its V."""
     g = Graph(load(variant("jax_published").read_bytes()), {})

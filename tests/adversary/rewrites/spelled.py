@@ -228,6 +228,8 @@ NOTHING: dict[str, Edit] = {
     "squeezed": squeezed,
     "cut_and_joined": lambda g, x: g.join(e.halves(g, x)),
     "reversed_twice": e.chain(in_reverse, in_reverse),
+    "0_plus": lambda g, x: g.call("ADD", np.float32(0), x),
+    "far_bound_first": lambda g, x: g.call("MINIMUM", np.float32(3e38), x),
 }
 
 DETOURS: dict[str, Change] = {
