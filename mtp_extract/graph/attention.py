@@ -169,12 +169,14 @@ def _slice_view(reading: ReadGraph, node: Node, form: _Viewed) -> _Viewed:
     sizes = reading.graph.read_small_integers(node.get_operand(2)).tolist()
     view = form.view
     for axis, (begin, size, length) in enumerate(zip(begins.T, sizes, view.shape, strict=True)):
-        if not ((begin >= 0) & (begin + size <= length)).all():
+        # A size of −1 reaches to the end: with begins that vary, no one count of elements fits all.
+        count = length - int(begin.min()) if size == -1 else size
+        if count < 1 or not ((begin >= 0) & (begin + count <= length)).all():
             raise UnreadableError(f"slices beyond the {length} elements of axis {axis} of its operand")
         if (begin == begin[0]).all():
-            view = view.take(axis, np.arange(begin[0], begin[0] + size, dtype=np.int64))
+            view = view.take(axis, np.arange(begin[0], begin[0] + count, dtype=np.int64))
         else:
-            view = view.take_window(axis, size, reading.positions.register_window(begin))
+            view = view.take_window(axis, count, reading.positions.register_window(begin))
     if isinstance(form, ScoreView) and view.starts and (form.stage != "weights" or set(view.starts) != {"slot"}):
         raise UnreadableError(f"slices scores (stage: {form.stage}) by the position (expected weights, along slots)")
     return replace(form, view=view)

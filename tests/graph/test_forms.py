@@ -44,6 +44,24 @@ def edit_mean(*edits: Edit) -> Change:
 
 
 MISSED = "layers.1.pre_ffw_norm: expected an RMSNorm"
+
+
+def slice_to_end(begin: int) -> Edit:
+    """The elements from ``begin`` to the end of the last axis, which a size of −1 says."""
+
+    def edit(g: Graph, x: int) -> int:
+        *others, last = g.shape(x)
+        begins, sizes = np.array([0, 0, 0, begin], np.int32), np.full(4, -1, np.int32)
+        return g.call("SLICE", x, begins, sizes, shape=[*others, last - begin])
+
+    return edit
+
+
+def slice_from_position(g: Graph, x: int) -> int:
+    begins = g.join([g.constant([0, 0, 0], np.int32), g.input("input_pos")])
+    return g.call("SLICE", x, begins, np.full(4, -1, np.int32), shape=g.shape(x))
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "a mean above a number": (edit_mean(with_number("MAXIMUM", 1e-3)), "MAXIMUM"),
     "a mean less a number": (edit_mean(with_number("SUB", 1e-3)), "may be negative"),
@@ -55,6 +73,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "nearly nothing": (edge("1.stream", with_number("ADD", 1e-3)), "expected the sum of the residual stream"),
     "a cap of another kind": (edge("logits", unary("TANH")), "lm_head"),
     "half a gate": (edge("0.activated", with_number("ADD", 1e-3)), "gate_proj"),
+    "a cache but for its first slot": (edge("0.key", slice_to_end(1)), "with the shape .*255"),
+    "a cache from the position to its end": (edge("0.key", slice_from_position), "slices beyond the 256"),
 }
 
 
@@ -71,6 +91,7 @@ READ: dict[str, Change] = {
     "0 plus an activation": edge("0.merged", lambda g, x: g.call("ADD", np.float32(0), x)),
     "5 plus a score": edge("0.scores", lambda g, x: g.call("ADD", np.float32(5), x)),
     "the least of a far bound and an activation": edge("1.stream", lambda g, x: g.call("MINIMUM", np.float32(1e30), x)),
+    "a cache to its end": edge("0.key", slice_to_end(0)),
 }
 """The same function in other words."""
 

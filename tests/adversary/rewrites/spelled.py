@@ -159,9 +159,15 @@ def by_unpack(g: Graph, query: int) -> int:
     return g.call("PACK", *parts, shape=[1, 1, 4, 32], valuesCount=4, axis=2)
 
 
+def cut_to_its_end(g: Graph, x: int) -> int:
+    """All of a cache by SLICE, whose sizes of −1 reach to the end."""
+    return g.call("SLICE", x, np.zeros(4, np.int32), np.full(4, -1, np.int32), shape=g.shape(x))
+
+
 CACHES: dict[str, Change] = {
     "key_transposed": laid_out("k", [0, 1, 3, 2]),
     "key_by_slot": laid_out("k", [0, 2, 1, 3]),
+    "key_cut_to_its_end": edge("0.key", cut_to_its_end),
     "heads_repeated": repeated_heads,
     "heads_by_unpack": edge("0.query_normed", by_unpack),
 }
