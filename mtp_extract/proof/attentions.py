@@ -269,7 +269,7 @@ class SlotCheck:
                 self._refuse(int(cases.positions[row]), f"slot {slot} {fault} (|q · K| may be {self.largest:.4g})")
 
     def _check_guard(self, guard: OutputGuard, visible: Collection[float], hidden: Collection[float]) -> None:
-        """Check that the output guard keeps what heads mixed exactly if the layer sees a slot.
+        """Check that the output guard keeps the attention's output if the layer sees a slot, and only then.
 
         Runtimes show at least the query's own slot, so a guard is open. ``visible`` and ``hidden`` are the numbers that
         the guard's mask has at visible and at hidden slots.
@@ -278,9 +278,9 @@ class SlotCheck:
         if len(visible) + len(hidden) > _MOST_MASK_NUMBERS or not lowest > highest:
             fault = "looks at other slots than the layer sees"
         elif not all(self.masks.guard_keeps(guard, number).all() for number in visible):
-            fault = "replaces what heads mixed by 0 where a slot is seen"
+            fault = "replaces the attention's output by 0 where a slot is seen"
         elif any(self.masks.guard_keeps(guard, number).any() for number in hidden):
-            fault = "keeps what heads mixed where the layer sees no slot"
+            fault = "keeps the attention's output where the layer sees no slot"
         else:
             return
         raise ProofError(

@@ -41,7 +41,7 @@ def find_masking(g: Graph, layer: int) -> Any:
 
 
 def find_guard(g: Graph, layer: int) -> Any:
-    """The selection between what heads mixed and 0."""
+    """The selection between the attention's output and 0."""
     return list_ops(g, "SELECT_V2")[2 * layer + 1]
 
 
@@ -78,7 +78,7 @@ def compare_with(kind: str, value: float) -> Change:
 
 
 def edit_guarded(edit: Callable[[Graph, int], int], layer: int = FULL) -> Change:
-    """Let the guard choose ``edit`` of what heads mixed."""
+    """Let the guard choose ``edit`` of the attention's output."""
     return lambda g: g.set_input(find_guard(g, layer), 1, edit(g, int(find_guard(g, layer).inputs[1])))
 
 
@@ -192,10 +192,10 @@ BEYOND = ()
 """Only accelerators compute otherwise, which read the attribute."""
 
 WRONG = {
-    "guard inverted": Wrong(edit_condition(invert), "replaces what heads mixed by 0"),
+    "guard inverted": Wrong(edit_condition(invert), "replaces the attention's output by 0"),
     "guard of the window inverted": Wrong(edit_condition(invert, 0), "by 0 where a slot"),
-    "guard not equal 1": Wrong(set_threshold(1), "replaces what heads mixed by 0"),
-    "guard above 1": Wrong(compare_with("GREATER", 1), "replaces what heads mixed by 0"),
+    "guard not equal 1": Wrong(set_threshold(1), "replaces the attention's output by 0"),
+    "guard above 1": Wrong(compare_with("GREATER", 1), "replaces the attention's output by 0"),
     "guard never closed": Wrong(compare_with("GREATER_EQUAL", 0), "sees no slot", shown=ILLEGAL),
     "guard by the minimum": Wrong(lambda g: g.recode(find_reduction(g, FULL), "REDUCE_MIN"), "0 reductions"),
     "guard of the window by the mask": Wrong(
@@ -207,15 +207,15 @@ WRONG = {
     "guard with 1": Wrong(
         lambda g: g.set_input(find_guard(g, FULL), 2, add_number(g, 1)), "something else than 0", shown=ILLEGAL
     ),
-    "guard's branches swapped": Wrong(swap_branches, "replaces what heads mixed by 0"),
+    "guard's branches swapped": Wrong(swap_branches, "replaces the attention's output by 0"),
     "guard of half the slots": Wrong(guard_by_half_the_slots, "some slots of a mask alone"),
-    "guard of one head closed": Wrong(close_one_head, "replaces what heads mixed by 0"),
+    "guard of one head closed": Wrong(close_one_head, "replaces the attention's output by 0"),
     "guard twice": Wrong(guard_twice, "a second time"),
     "guard by the position too": Wrong(
         edit_condition(lambda g, x: g.call("LOGICAL_AND", x, g.call("LESS", g.input("input_pos"), np.int32([30])))),
         "more than whether any slot is shown",
     ),
-    "what heads mixed bounded beside the guard": Wrong(
+    "the attention's output bounded beside the guard": Wrong(
         edit_guarded(lambda g, x: g.call("MINIMUM", x, add_number(g, 0.5))), "is none that a drafter needs"
     ),
     "a factor by the position beside the guard": Wrong(
