@@ -21,7 +21,7 @@ from mtp_extract.architecture.config import DrafterConfig, RopeConfig
 from mtp_extract.architecture.roles import GEMMA4, list_roles, load_role_table
 from mtp_extract.bundle import BundledDrafter, ModelFile, open_bundle
 from mtp_extract.checkpoint.dtypes import DTYPES
-from mtp_extract.checkpoint.files import read_header
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.weight import Weight, build_constant_weight, wrap_array
 from mtp_extract.errors import (
     CheckpointError,

@@ -98,11 +98,6 @@ def plan_array(name: str, array: npt.NDArray[Any]) -> PlannedTensor:
     return PlannedTensor(name, dtype, array.shape, lambda: iter([array]))
 
 
-def read_header(path: Path) -> Mapping[str, TensorPlace]:
-    """Read the places of tensors in the file at ``path``; CheckpointError if it is damaged or of another type."""
-    return CONTAINERS[path.suffix].read_tensors(path)
-
-
 def write_file(folder: Path, file: OutputFile, advance: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Write ``file`` into ``folder`` and read it back. Return its size and SHA-256 for the record.
 

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file
 
 from mtp_extract import extract
 from mtp_extract.bundle import open_bundle
-from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, read_header, write_file
+from mtp_extract.checkpoint.files import CONTAINERS, OutputFile, plan_array, write_file
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import TensorPlace
 from mtp_extract.errors import CheckpointError, OutputError
 from mtp_extract.formats import MTP_FORMATS, load_format
@@ -46,7 +47,7 @@ def test_the_safetensors_package_reads_what_was_written(tmp_path: Path) -> None:
     path, metadata = tmp_path / "model.safetensors", {"format": "pt", "b": "ü", "a": "1"}
     planned = tuple(plan_array(name, array) for name, array in arrays.items())
     written = write_file(tmp_path, OutputFile(path.name, planned, metadata=metadata))
-    loaded, data, stored = load_file(path), path.read_bytes(), read_header(path)
+    loaded, data, stored = load_file(path), path.read_bytes(), read_safetensors(path)[0]
     assert set(loaded) == set(stored) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -65,7 +66,7 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: Callable[[bytes], byt
     write_file(tmp_path, OutputFile(path.name, PAIR, metadata={}))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match="damaged"):
-        read_header(path)
+        read_safetensors(path)
 
 
 def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerC
 from mtp_extract.architecture.roles import list_roles
 from mtp_extract.checkpoint.checkpoint import CODES, Checkpoint
 from mtp_extract.checkpoint.dtypes import BLOCK_TYPES
-from mtp_extract.checkpoint.files import OutputFile, read_header, write_file
+from mtp_extract.checkpoint.files import OutputFile, write_file
 from mtp_extract.checkpoint.gguf_file import read_gguf
 from mtp_extract.checkpoint.weight import Steps, Weight, build_constant_weight, center_codes, wrap_codes
 from mtp_extract.errors import CheckpointError, MtpExtractError, UnsupportedError
@@ -295,7 +295,7 @@ def test_a_hostile_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / FILE
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_header(path)
+        read_gguf(path)
     assert str(path) in str(caught.value)
     with pytest.raises(MtpExtractError):
         read_checkpoint(tmp_path)

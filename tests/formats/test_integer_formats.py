@@ -26,7 +26,8 @@ from mtp_extract.architecture.config import OrderedHeadConfig
 from mtp_extract.bundle import open_bundle
 from mtp_extract.checkpoint.checkpoint import Checkpoint
 from mtp_extract.checkpoint.codes import attach_codes
-from mtp_extract.checkpoint.files import read_header, write_file
+from mtp_extract.checkpoint.files import write_file
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.checkpoint.stored import FileWeight
 from mtp_extract.checkpoint.weight import Steps, Weight, center_codes, has_exact_steps, wrap_codes
 from mtp_extract.errors import MtpExtractError, NoCodesError, UnsupportedError
@@ -228,7 +229,7 @@ def test_an_ordered_head_of_floats_is_kept(
     save_file({"order": np.random.default_rng(0).permutation(512)}, ordering)
     new = {
         "ordered_head__centroids": draw_codes((8, 64), 4, 64),
-        "ordered_head__token_ordering": FileWeight(ordering, read_header(ordering)["order"], "order"),
+        "ordered_head__token_ordering": FileWeight(ordering, read_safetensors(ordering)[0]["order"], "order"),
     }
     coded = replace_weights(checkpoint, {"ordered_head": head}, **new)
     if format_ != "compressed-tensors-sglang":

@@ -26,9 +26,9 @@ from seam import (
     plan_insertion,
     plan_upload,
     read_base,
-    read_header,
     read_prompts,
     read_regular,
+    read_safetensors,
     verify,
     verify_against,
 )
@@ -186,7 +186,7 @@ def test_single_files_that_are_none(tmp_path: Path, base: Path) -> None:
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
     with pytest.raises(CheckpointError, match="found a pipe"):
-        read_header(pipe)
+        read_safetensors(pipe)
     for path in (pipe, Path("/dev/zero")):
         with pytest.raises(OSError, match="found a pipe, a socket or a device"):
             open_regular(path)
@@ -221,6 +221,6 @@ def test_headers_with_other_than_integers(tmp_path: Path, key: str, value: objec
         (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
         if refused:
             with pytest.raises(CheckpointError, match="damaged"):
-                read_header(tmp_path / "x.safetensors")
+                read_safetensors(tmp_path / "x.safetensors")
         else:
-            assert read_header(tmp_path / "x.safetensors")["a"].shape == (4,)
+            assert read_safetensors(tmp_path / "x.safetensors")[0]["a"].shape == (4,)

@@ -21,7 +21,7 @@ import mtp_extract
 from mtp_extract import convert
 from mtp_extract.architecture.roles import list_roles
 from mtp_extract.bundle import BundledDrafter, open_bundle
-from mtp_extract.checkpoint.files import read_header
+from mtp_extract.checkpoint.safetensors_file import read_safetensors
 from mtp_extract.errors import CheckpointError, MtpExtractError, ProofError, UnsupportedError
 from mtp_extract.formats import MTP_FORMATS, read_checkpoint
 from mtp_extract.pipeline import identity
@@ -147,7 +147,7 @@ def test_a_static_scale_that_is_not_the_files_is_named(name: str, tmp_path: Path
     mtp_extract.extract(variant(name), tmp_path / "d", format="gemma")
     (tmp_path / "d" / "extraction.json").unlink()
     weights = tmp_path / "d" / "model.safetensors"
-    stored = read_header(weights)["model.layers.1.mlp.up_proj.output_activation_scale"]
+    stored = read_safetensors(weights)[0]["model.layers.1.mlp.up_proj.output_activation_scale"]
     data = bytearray(weights.read_bytes())
     with open_bundle(variant(name)) as opened:
         drafter = opened.read_drafter()
@@ -157,7 +157,7 @@ def test_a_static_scale_that_is_not_the_files_is_named(name: str, tmp_path: Path
         found = list_refuted(tmp_path / "d", drafter)
         assert found.startswith("layers.1.up_proj (")
         assert found.endswith("has other static scales of activations than the file's")
-        for entry, place in read_header(weights).items():
+        for entry, place in read_safetensors(weights)[0].items():
             if "activation_scale" in entry:
                 data[place.offset : place.offset + place.length] = bytes(place.length)
         weights.write_bytes(data)

@@ -18,7 +18,8 @@ from helpers.record_document import TUNING, forge
 
 from mtp_extract import convert, extract, insert
 from mtp_extract.bundle import BundledDrafter, open_bundle
-from mtp_extract.checkpoint.files import read_header, write_file
+from mtp_extract.checkpoint.files import write_file
+from mtp_extract.checkpoint.gguf_file import read_gguf
 from mtp_extract.errors import CheckpointError, MtpExtractError
 from mtp_extract.formats import MTP_FORMATS, load_format, read_checkpoint
 from mtp_extract.hub.upload import plan_upload
@@ -353,7 +354,7 @@ def test_a_tuned_drafter_that_was_put_into_a_bundle_is_its_drafter(sample: Path,
     """Its record says that it was tuned, and names the bundle it came from: that is past, and refutes nothing."""
     extract(sample, tmp_path / "d", format="gguf")
     path = next((tmp_path / "d").glob("*.gguf"))
-    stored, data = read_header(path)["blk.1.ffn_norm.weight"], bytearray(path.read_bytes())
+    stored, data = read_gguf(path)[1]["blk.1.ffn_norm.weight"], bytearray(path.read_bytes())
     data[stored.offset + 2] ^= 1
     path.write_bytes(data)
     record = json.loads((tmp_path / "d/extraction.json").read_text())
