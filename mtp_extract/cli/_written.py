@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_extract.architecture.architecture import Architecture
 from mtp_extract.cli.terminal import format_size, say, say_notes, say_table, say_unbroken, write_json
-from mtp_extract.errors import escape
+from mtp_extract.errors import escape, format_count
 from mtp_extract.formats import find_format_architecture
 from mtp_extract.report.card import NAMED, PROVEN, describe_verdict, list_roundings
 from mtp_extract.report.serving import format_next_command
@@ -38,7 +38,7 @@ def show_written(
     if verbose:
         say_geometry(kind, record["geometry"], result.parameters)
     numbers = "floats" if record["dtype"] == "codes" else record["dtype"].upper()
-    holds = f"{result.integers} weights as integers" if result.integers else numbers
+    holds = f"{format_count(result.integers, 'weight')} as integers" if result.integers else numbers
     total = format_size(sum(result.files.values()))
     say(f"Wrote {directory}/ ({record['layout']} format, {holds}, {total}), read back and compared")
     _say_evidence(kind, record, directory, verbose=verbose)

@@ -116,7 +116,8 @@ def _show_checkpoint(report: Mapping[str, Any]) -> None:
         say(f"{place}: without extraction.json")
     _say_checks(report)
     say_geometry(find_format_architecture(holds["format"]), holds["geometry"], holds["parameters"])
-    say(f"  {holds['format']} format: {holds['weights']} weights ({_format_counts(holds['stored_types'])})")
+    weights = format_count(holds["weights"], "weight")
+    say(f"  {holds['format']} format: {weights} ({_format_counts(holds['stored_types'])})")
     for finding in holds["findings"]:
         say(f"  {finding['engine']} loads it wrongly: {finding['what']}")
     say_notes(report["notes"])

@@ -266,7 +266,7 @@ def _judge_difference(match: RoleMatch, total: _RowComparison) -> tuple[str, str
     """Return the verdict on a weight that is not equal to the bit, and the reason."""
     if total.has_wrong_code:
         by_steps = f", by up to {total.steps:.3g} steps" if total.steps >= 0 else ""
-        return DIFFERENT, f"{total.outside} weights differ{by_steps}"
+        return DIFFERENT, ("1 weight differs" if total.outside == 1 else f"{total.outside} weights differ") + by_steps
     verdict = NEAREST if total.outside else HALF_STEP
     if total.error > MOST_LOST:
         # If the file's scales are as good as those an insertion would choose, the floats were never trained on its
@@ -278,5 +278,8 @@ def _judge_difference(match: RoleMatch, total: _RowComparison) -> tuple[str, str
         return verdict, loss
     if total.ruined:
         share = f"{_MOST_LOST_OF_GROUP:.0%}"
-        return DIFFERENT, f"{total.ruined} rows or blocks lose more than {share}, and less with other scales"
+        lose = "1 row or block loses" if total.ruined == 1 else f"{total.ruined} rows or blocks lose"
+        return DIFFERENT, f"{lose} more than {share}, and less with other scales"
+    if total.outside == 1:
+        return verdict, "1 weight lies beyond the last code of its row"
     return verdict, f"{total.outside} weights lie beyond the last code of their row" if total.outside else None

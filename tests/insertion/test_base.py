@@ -94,7 +94,7 @@ def test_one_code_is_named(sample: Path, base: Path, tmp_path: Path, role: str) 
     code = sample.read_bytes()[at]
     result = compare(patched(tmp_path / "b.litertlm", {at: bytes([(code + 2) % 256])}), base)
     assert list(list_differences(result)) == [role]
-    assert list_differences(result)[role].startswith("1 weights differ, by up to ")
+    assert list_differences(result)[role].startswith("1 weight differs, by up to ")
     assert result.problem is not None and role in str(result.problem)
 
 
@@ -135,7 +135,7 @@ def test_the_lowest_code_of_a_type_is_no_wrong_one(sample: Path, tmp_path: Path)
     bundle = patched(tmp_path / "b.litertlm", {model.locate(tensor).begin: bytes([0x80, 0x7F])})
     result = compare(bundle, base_with(tmp_path / "base", change))
     verdicts = {role.role: (role.verdict, role.why) for role in result.roles}
-    assert verdicts["layers.0.up_proj"] == (NEAREST, "1 weights lie beyond the last code of their row")
+    assert verdicts["layers.0.up_proj"] == (NEAREST, "1 weight lies beyond the last code of its row")
 
 
 def edit(name: str, change: Callable[[np.ndarray], np.ndarray], source: str = "") -> Callable[[Weights], None]:
@@ -151,10 +151,10 @@ def edit(name: str, change: Callable[[np.ndarray], np.ndarray], source: str = ""
             {"layers.0.pre_attention_norm": "weights differ"},
         ),
         (edit(f"{LAYER}self_attn.k_proj.weight", np.transpose), {"layers.0.k_proj": "weights differ, by up to"}),
-        (bases.scalar, {"layers.0.layer_scalar": "1 weights differ"}),
+        (bases.scalar, {"layers.0.layer_scalar": "1 weight differs"}),
         (edit(TABLE, lambda table: table + np.eye(512, 1, -7, dtype="f4")), dict.fromkeys(TIED, "64 weights differ")),
         (edit("lm_head.weight", lambda table: table * np.float32(1.5), TABLE), {"lm_head": "weights differ, by up to"}),
-        (bases.broken, {"layers.0.up_proj": "weights differ"}),
+        (bases.broken, {"layers.0.up_proj": "1 weight differs"}),
         (bases.fewer, {"layers.0.v_proj": "the checkpoint has no such tensor"}),
         # The configuration does not state this shape.
         (
@@ -398,7 +398,7 @@ def test_a_row_of_zeros_by_a_scale_far_too_large_is_another_weight(sample: Path,
         at = model.region.begin + tensor.quantization.scales.start + 4 * 5
         changes[at] = np.float32(1000 * scale).tobytes()
     result = list_differences(compare(patched(tmp_path / "row.litertlm", changes), base))
-    assert result == {"embed_tokens": "1 rows or blocks lose more than 50%, and less with other scales"}
+    assert result == {"embed_tokens": "1 row or block loses more than 50%, and less with other scales"}
 
 
 def test_a_row_without_a_scale_stays_zeros(sample: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

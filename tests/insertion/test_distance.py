@@ -110,7 +110,7 @@ def test_one_pass_finds_what_number_by_number_finds(
         assert error == pytest.approx(expected, rel=1e-4, abs=2e-5), kind
         assert verdict.steps == pytest.approx(most, rel=1e-4, abs=1e-4), kind
         assert verdict.verdict == (EQUAL if name == "not at all" else DIFFERENT if outside else HALF_STEP), kind
-        assert verdict.verdict != DIFFERENT or str(verdict.why).startswith(f"{outside} weights"), kind
+        assert verdict.verdict != DIFFERENT or str(verdict.why).startswith(f"{outside} weight"), kind
         (encoding,) = encode_slots([slot])["role"]
         assert encoding.how == KEPT if name == "not at all" else encoding.how == REQUANTIZED or not outside, kind
 

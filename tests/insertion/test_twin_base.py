@@ -372,7 +372,7 @@ def test_a_code_of_a_mobile_checkpoint_is_named(tmp_path: Path) -> None:
 
     comparison = compare(TWIN, copy_mobile(tmp_path / "one", change))
     assert {role.role: role.why for role in comparison.roles if role.verdict != EQUAL} == {
-        "embed_tokens_per_layer": "1 weights differ, by up to 1 steps"
+        "embed_tokens_per_layer": "1 weight differs, by up to 1 steps"
     }
 
 
