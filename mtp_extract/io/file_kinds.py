@@ -7,7 +7,7 @@ import re
 FIRST_BYTES_READ = 512
 """How many first bytes of a file :func:`describe_file_kind` looks at."""
 
-_OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; or for a checkpoint its directory."
+_OTHER_MODEL = "Give a LiteRT file, such as gemma-4-E4B-it.litertlm; `mtp-inspect` and `mtp-convert` take a drafter's"
 _PAGE = "Fetch the file itself: on the Hub its address has /resolve/ in it, and a gated model wants a login."
 _ARCHIVE = rb"PK(\x03\x04|\x05\x06|\x07\x08)|7z\xbc\xaf|.{257}ustar|\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ\0|BZh[1-9]"
 
@@ -15,8 +15,8 @@ _ARCHIVE = rb"PK(\x03\x04|\x05\x06|\x07\x08)|7z\xbc\xaf|.{257}ustar|\x1f\x8b|\x2
 _KINDS = (
     (rb"version https://git-lfs", "a Git LFS pointer. Fetch the file itself: git lfs pull, or hf://org/repo/file."),
     (rb"(?i)\s*(<!doctype html|<html|<head)", f"an HTML page. {_PAGE}"),
-    (rb"GGUF", f"a GGUF file. {_OTHER_MODEL}"),
-    (rb".{5}\0{3}\{", f"a safetensors file. {_OTHER_MODEL}"),
+    (rb"GGUF", f"a GGUF file. {_OTHER_MODEL} .gguf."),
+    (rb".{5}\0{3}\{", f"a safetensors file. {_OTHER_MODEL} directory."),
     (_ARCHIVE, "an archive. Unpack it, and give the .litertlm or .tflite in it."),
     (rb"\0{16}", "zeros at its beginning. The download is probably incomplete: fetch it again."),
 )

@@ -28,6 +28,8 @@ MERGE_FIRST = (
 )
 _WEIGHTS = re.compile(r"^(?!adapter_).*\.(safetensors|gguf)$")
 
+_CHECKPOINT = "a directory or an id of the Hugging Face Hub"
+
 Named = str | os.PathLike[str] | HubAddress
 """A file as a user names it, or as an address that was parsed before."""
 
@@ -55,9 +57,12 @@ def open_source(source: Named | Source, *, token: str | bool | None = None, repo
         return _open_hub(files[0], token, reporter)
     assert not isinstance(source, HubAddress)
     text = os.fspath(source)
-    return (
-        RemoteSource(strip_url_secrets(text), text, False, None, reporter) if "://" in text else _open_local(Path(text))
-    )
+    if "://" not in text:
+        return _open_local(Path(text))
+    if not re.match("https?:", text, re.IGNORECASE):
+        expected = "a path, an id of the Hugging Face Hub, or an address that begins with http:// or https://"
+        raise _make_address_error(text, expected)
+    return RemoteSource(strip_url_secrets(text), text, False, None, reporter)
 
 
 def list_bundles(source: Named | Source, token: str | bool | None = None) -> list[HubAddress]:
@@ -161,12 +166,14 @@ def fetch_checkpoint(
         SourceError: the Hub has no such checkpoint, it is too large, or the address is of another site.
         CheckpointError: it is a LoRA adapter.
     """
-    # An address in a Path has lost one of its slashes.
+    # An address in a Path has lost some of its slashes.
     text = re.sub(r"^(hf|https?):/(?=[^/])", r"\1://", os.fspath(source))
+    text = re.sub("^file:/(?=[^/])", "file:///", text)
     folder = None if os.path.lexists(text) else parse_address(text)
-    if (folder is None and "://" in text and not or_bundle) or not (fetch or folder or os.path.isdir(text)):
-        advice = "Download it, and give its path."
-        raise SourceError(f"{strip_url_secrets(text)}: expected a directory or an id of the Hugging Face Hub. {advice}")
+    if folder is None and "://" in text and not or_bundle:
+        raise _make_address_error(text, _CHECKPOINT)
+    if not (fetch or folder or os.path.isdir(text)):
+        raise SourceError(f"{strip_url_secrets(text)}: expected {_CHECKPOINT}, found neither. Check the path.")
     if folder is None or (or_bundle and folder.is_file):
         if os.path.isdir(text):
             _check_merged(escape(text), os.listdir(text))
@@ -197,12 +204,23 @@ def _download(folder: HubAddress) -> str:
     return os.path.join(retry_question(folder.name, download), folder.path).rstrip("/")
 
 
+def _make_address_error(address: str, expected: str) -> SourceError:
+    scheme = address.partition("://")[0]
+    advice = "Give the path alone." if scheme.lower() == "file" else "Check it, or download it and give its path."
+    found = f"an address that begins with {escape(scheme)}://"
+    return SourceError(f"{strip_url_secrets(address)}: expected {expected}, found {found}. {advice}")
+
+
 def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -> None:
     """Raise SourceError unless ``folder`` holds a checkpoint of at most ``largest`` bytes."""
     _check_merged(folder.name, sizes)
     if f"{folder.path}config.json" not in sizes:
-        excess = f"found {list_few(sizes) or 'no files'}. Name another, or download a file and give its path."
-        raise SourceError(f"{folder.name}: expected a folder with a config.json, {excess}")
+        advice = "Name another, or download a file and give its path."
+        if any(path.endswith(BUNDLE) for path in (*sizes, folder.name)):
+            slash = "/" if folder.path and sizes else ""
+            advice = f"Name another; a bundle's drafter is extracted by `mtp-extract {folder.name}{slash}`."
+        found = list_few(sizes) or "no files"
+        raise SourceError(f"{folder.name}: expected a folder with a config.json, found {found}. {advice}")
     if (size := sum(sizes.values())) > largest:
         excess = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
         raise SourceError(f"{folder.name}: {excess}. Name a folder with less, or a smaller model.")

@@ -52,7 +52,10 @@ def test_a_base_is_not_loaded_for_a_graph_without_static_activations(sample: Pat
     for checkpoint in (exact, sample_base()):
         refused = run(checkpoint, sample, "--base", "nowhere", "--dry-run")
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert "nowhere: expected a directory or an id of the Hugging Face Hub." in refused.stderr
+        assert (
+            "nowhere: expected a directory or an id of the Hugging Face Hub, found neither. Check the path."
+            in refused.stderr
+        )
 
 
 def test_swapped_arguments_are_told_so(sample: Path, exact: Path, tmp_path: Path) -> None:

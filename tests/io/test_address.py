@@ -48,9 +48,19 @@ def test_what_is_no_address(path: str) -> None:
         parse_address(f"hf://{path}")
 
 
-@pytest.mark.parametrize("url", ["https://", "https://[::1/a", "ftp://example.org/a", "file:///etc/passwd"])
-def test_what_cannot_be_requested(url: str) -> None:
-    with pytest.raises(SourceError, match="the address is not http:// or https://"):
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        *((url, "the address cannot be asked.* check the address") for url in ("https://", "https://[::1/a")),
+        (
+            "ftp://me:secret@example.org/a",
+            r"^ftp://example\.org/a: .* found .* ftp://\. Check it",
+        ),
+        ("FILE:///etc/passwd", r"^FILE:///etc/passwd: expected a path.* FILE://\. Give the path alone"),
+    ],
+)
+def test_what_cannot_be_requested(url: str, says: str) -> None:
+    with pytest.raises(SourceError, match=says):
         open_source(url)
 
 
