@@ -52,10 +52,7 @@ def test_what_is_no_address(path: str) -> None:
     ("url", "says"),
     [
         *((url, "the address cannot be asked.* check the address") for url in ("https://", "https://[::1/a")),
-        (
-            "ftp://me:secret@example.org/a",
-            r"^ftp://example\.org/a: .* found .* ftp://\. Check it",
-        ),
+        ("ftp://me:secret@example.org/a", r"^ftp://example\.org/a: .* found .* ftp://\. Check it"),
         ("FILE:///etc/passwd", r"^FILE:///etc/passwd: expected a path.* FILE://\. Give the path alone"),
     ],
 )
