@@ -266,7 +266,7 @@ def _judge_difference(match: RoleMatch, total: _RowComparison) -> tuple[str, str
     """Return the verdict on a weight that is not equal to the bit, and the reason."""
     if total.has_wrong_code:
         by_steps = f", by up to {total.steps:.3g} steps" if total.steps >= 0 else ""
-        return DIFFERENT, ("1 weight differs" if total.outside == 1 else f"{total.outside} weights differ") + by_steps
+        return DIFFERENT, _format_clause(total.outside, "weight differs", "weights differ") + by_steps
     verdict = NEAREST if total.outside else HALF_STEP
     if total.error > MOST_LOST:
         # If the file's scales are as good as those an insertion would choose, the floats were never trained on its
@@ -277,9 +277,13 @@ def _judge_difference(match: RoleMatch, total: _RowComparison) -> tuple[str, str
             return DIFFERENT, f"{loss}, and with other scales {compute_relative_error(total.least, total.size):.0%}"
         return verdict, loss
     if total.ruined:
-        share = f"{_MOST_LOST_OF_GROUP:.0%}"
-        lose = "1 row or block loses" if total.ruined == 1 else f"{total.ruined} rows or blocks lose"
-        return DIFFERENT, f"{lose} more than {share}, and less with other scales"
-    if total.outside == 1:
-        return verdict, "1 weight lies beyond the last code of its row"
-    return verdict, f"{total.outside} weights lie beyond the last code of their row" if total.outside else None
+        lose = _format_clause(total.ruined, "row or block loses", "rows or blocks lose")
+        return DIFFERENT, f"{lose} more than {_MOST_LOST_OF_GROUP:.0%}, and less with other scales"
+    lie = _format_clause(
+        total.outside, "weight lies beyond the last code of its row", "weights lie beyond the last code of their row"
+    )
+    return verdict, lie if total.outside else None
+
+
+def _format_clause(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"
