@@ -81,14 +81,18 @@ def insert_command(
 
 
 def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
-    encodings = [(role, encoding) for role, of_role in plan.encodings.items() for encoding in of_role]
-    changed = [(role, encoding) for role, encoding in encodings if encoding.how != "kept"]
+    encodings = [encoding for of_role in plan.encodings.values() for encoding in of_role]
+    changed = [encoding for encoding in encodings if encoding.how != "kept"]
     subject = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
-    name = escape(plan.source.name)
-    say(f"{subject} {name}: {len(changed)} of {len(encodings)} weights change, {format_size(plan.source.size)}")
+    change = f"{len(changed)} of {len(encodings)} weights change"
+    if plan.of_base:
+        # A role may be stored several times, as a table for each layer, or not at all; mtp-inspect counts roles.
+        roles = len({encoding.slot.role for encoding in changed})
+        change = f"{roles} of {len(plan.encodings)} roles change ({len(changed)} of {len(encodings)} stored weights)"
+    say(f"{subject} {escape(plan.source.name)}: {change}, {format_size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
-        rows = [[role, encoding.storage.type.name, encoding.how, f"{encoding.error:.2g}"] for role, encoding in changed]
+        rows = [[e.slot.label, e.storage.type.name, e.how, f"{e.error:.2g}"] for e in changed]
         say_table(rows, ["role", "stored", "what", "error"])
     if plan.losses.roles:
         say(plan.losses.description)

@@ -73,6 +73,12 @@ class WeightSlot:
         return self.places[0].constant if self.places else None
 
     @property
+    def label(self) -> str:
+        """The role, and the layer of a table that one layer has of it."""
+        columns = self.places[0].columns if self.places else None
+        return self.role if columns is None else f"{self.role}, layer {columns[0] // (columns[1] - columns[0])}"
+
+    @property
     def stored_constant(self) -> BundleWeight:
         """:attr:`constant` of a slot that has one."""
         assert self.constant is not None

@@ -4,6 +4,7 @@ and an insertion that loses too much is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +237,15 @@ def replace_by_noise(weights: Weights) -> None:
     weights[f"{PREFIX}layers.6.mlp.up_proj.weight"] = (
         np.random.default_rng(0).standard_normal(weight.shape).astype(np.float32) * weight.std()
     )
+
+
+def test_a_listing_counts_roles_as_a_comparison_does_and_names_the_layers_of_tables(tmp_path: Path) -> None:
+    """One of its 130 roles is stored as eight tables."""
+    said = run_here("insert", twin_base(tmp_path / "base", tuned), TWIN, "--dry-run").stdout
+    match = re.search(r": (\d+) of 130 roles change \((\d+) of 137 stored weights\)", said)
+    assert match is not None and int(match[2]) - int(match[1]) == 7
+    tables = re.findall(r"^  embed_tokens_per_layer(\S* \S+ \S+)", said, re.MULTILINE)
+    assert tables == [f", layer {layer}" for layer in range(8)]
 
 
 def test_a_base_that_would_lose_a_tenth_of_a_role_is_refused(tmp_path: Path) -> None:
