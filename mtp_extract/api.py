@@ -464,7 +464,8 @@ def upload(
 
     Raises:
         CheckpointError: the directory does not match its ``extraction.json``.
-        HubError: bad name, no token, no permission, no network, other content, or not what was sent has arrived.
+        PlanError: ``repo_id`` is no name of a repository.
+        HubError: no token, no permission, no network, other content, or not what was sent has arrived.
     """
     from mtp_extract.hub.upload import upload_directory
     from mtp_extract.report.card import NO_CARD_WORDS

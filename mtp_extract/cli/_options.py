@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,13 @@ def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def check_device(name: str) -> str:
+    """Return ``name``; raise BadParameter if no machine has such a device."""
+    if not re.fullmatch(r"auto|balanced|(cpu|cuda|mps)(:\d+)?", name):
+        raise typer.BadParameter(f"expected auto, balanced, cpu, cuda, cuda:N or mps, found {escape(name)!r}.")
+    return name
+
+
 BASE = typer.Option("--base", metavar="MODEL", help="The base model: a directory, or an id of the Hugging Face Hub.")
 """Shared by commands that always need a base and by those that can do without."""
 ApiKey = Annotated[
@@ -53,7 +61,12 @@ Prompts = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option("--device", metavar="DEVICE", help="Device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs."),
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        callback=check_device,
+        help="Device: auto, cpu, cuda, cuda:N, mps, or balanced over all GPUs.",
+    ),
 ]
 ChatTemplate = Annotated[
     bool, typer.Option("--chat-template/--no-chat-template", help="Apply the base's chat template, if it has one.")

@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
 from mtp_extract.checkpoint.documents import read_object
-from mtp_extract.errors import CheckpointError, HubError, escape, list_few
+from mtp_extract.errors import CheckpointError, HubError, PlanError, escape, list_few
 from mtp_extract.formats import find_weights_file, load_format
 from mtp_extract.formats.gguf import GGUF
 from mtp_extract.io.http_library import (
@@ -175,9 +175,9 @@ def _check_name(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id if repo_id.count("/") == 1 else "")
     except HFValidationError as error:
-        raise HubError(
-            f"{escape(repo_id)}: expected ORG/NAME: the user or organization that it belongs to, and letters, digits, "
-            "'-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
+        raise PlanError(
+            f"repository {escape(repo_id)!r}: expected ORG/NAME: the user or organization that it belongs to, and "
+            "letters, digits, '-', '_' and '.', at most 96 of them, without '--' or '..', not ending in .git."
         ) from error
 
 

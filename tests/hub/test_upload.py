@@ -19,7 +19,7 @@ from seam import verify
 
 import mtp_extract
 from mtp_extract import upload
-from mtp_extract.errors import CheckpointError, HubError, MtpExtractError
+from mtp_extract.errors import CheckpointError, HubError, MtpExtractError, PlanError
 from mtp_extract.report.card import CardWords
 
 # huggingface_hub hands its HTTP library a file in a way that the library is about to drop.
@@ -173,7 +173,7 @@ def test_what_arrived_wrong_is_noticed(hub: HubServer, directory: Path) -> None:
 
 @pytest.mark.parametrize("name", ["drafter", "org/a/b", "org/a b", "org/--x", "/x", "org/", "", "org/x.git", "../x"])
 def test_a_bad_name(hub: HubServer, directory: Path, name: str) -> None:
-    expect_refusal(directory, name)
+    expect_refusal(directory, name, PlanError)
     assert hub.requests == []
 
 
