@@ -346,6 +346,7 @@ def test_a_dry_run_then_the_upload(
         assert done.returncode == 0, done.stderr
         assert TOKEN not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+        assert "%|" not in done.stderr  # a progress bar, where stderr is no terminal
         return done.stdout
 
     planned = run_upload("--dry-run")
