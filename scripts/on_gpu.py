@@ -228,8 +228,8 @@ def run_marked_tests(page: Page) -> Iterator[Row]:
     yield str(done.returncode), (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
 
 
-def write_heading(shape: Shape, device: torch.device) -> str:
-    """Write the heading: what was measured on which device."""
+def format_heading(shape: Shape, device: torch.device) -> str:
+    """Format the heading: what was measured on which device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
     return (
         f"# On a GPU\n\nMade by `python scripts/on_gpu.py --shape {shape.name}`: a pair of this geometry with random "
@@ -247,7 +247,7 @@ def measure(shape: Shape, device: str, out: Path, minutes: float, only: Sequence
     write_assistant(shape, drafter)
     start = time.monotonic()
     pair = Pair(root / "base", drafter, device)
-    page.parts.append(write_heading(shape, pair.device))
+    page.parts.append(format_heading(shape, pair.device))
     page.parts.append(
         f"\nBoth were loaded in {time.monotonic() - start:.1f} s; memory: {read_peak_memory(pair.device)}."
     )

@@ -20,7 +20,7 @@ from mtp_extract.evaluation.prompts import Prompt
 from mtp_extract.serving.client import Answer, Server, build_request
 from mtp_extract.serving.counters import Counters
 from mtp_extract.speculate.loop import SpeculativeGenerator
-from mtp_extract.speculate.teacher import Text, is_base_argmax
+from mtp_extract.speculate.teacher import Text, mark_base_choices
 
 TokenIds = tuple[int, ...]
 _FEW_ROUNDS = 4  # with fewer rounds, half a round more or less leaves the drafts per round unknown
@@ -197,7 +197,7 @@ def measure_text_fit(generator: SpeculativeGenerator, chosen: Sequence[Sample]) 
     # For every token after the prompts: the number of its text, and whether it is the base's argmax.
     text_of, hits = list[torch.Tensor](), list[torch.Tensor]()
     for group in group_by_length([len(text.tokens) for text in texts], BATCH):
-        likeliest = is_base_argmax(generator.base, [texts[row] for row in group])
+        likeliest = mark_base_choices(generator.base, [texts[row] for row in group])
         for row, hits_of_row in zip(group, likeliest.double(), strict=True):
             hits.append(hits_of_row[max(1, texts[row].prompt_length) - 1 : len(texts[row].tokens) - 1])
             text_of.append(torch.full((len(hits[-1]),), row))

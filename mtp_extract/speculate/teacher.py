@@ -171,8 +171,8 @@ def _compute_ranks(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def is_base_argmax(base: Base, texts: Sequence[Text]) -> Tensor:
-    """Whether each following token is the base's argmax: bool [texts, length - 1]; undefined past a text's end."""
+def mark_base_choices(base: Base, texts: Sequence[Text]) -> Tensor:
+    """Mark the following tokens that are the base's argmax: bool [texts, length - 1]; undefined past a text's end."""
     tokens = _pad_rows([text.tokens for text in texts], 0)
     states = base.feed(tokens.to(base.device)).hidden
     return torch.stack([base.logits(row[:-1]).argmax(-1).cpu() for row in states]) == tokens[:, 1:]

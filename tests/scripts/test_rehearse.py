@@ -181,7 +181,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     page = on_gpu.Page(tmp_path / "gpu.md", -math.inf)
     page.table("Drafts", ("drafts",), on_gpu.run_marked_tests(page))
     assert "There was no time for more." in page.out.read_text()
-    assert "not what they yield" in on_gpu.write_heading(SHAPES["tiny"], on_gpu.torch.device("cpu"))
+    assert "not what they yield" in on_gpu.format_heading(SHAPES["tiny"], on_gpu.torch.device("cpu"))
 
 
 def test_what_the_base_wrote_is_kept_for_the_next_tuning(tmp_path: Path) -> None:
