@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,24 +22,11 @@ from mtp_extract.speculate.target import Base
 Engine = Callable[[MtpDrafter, Base], Any]
 
 
-class _Handing:
-    """A drafter that is handed a changed state of its base."""
-
-    def __init__(
-        self, drafter: MtpDrafter, change: Callable[[RoundStart], RoundStart], layers: tuple[int, ...] = ()
-    ) -> None:
-        self.needs = dataclasses.replace(drafter.needs, layers=layers)
-        self.step: Callable[[Any, Tensor], Any] = drafter.step
-        self.start: Callable[[RoundStart], Any] = lambda base: drafter.start(change(base), LITERT)
-
-
 def _zero_state(drafter: MtpDrafter, base: Base) -> Any:
-    def step(state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
-        return drafter.step(dataclasses.replace(state, hidden=torch.zeros_like(state.hidden)), token)
+    def zero(state: MtpState) -> MtpState:
+        return dataclasses.replace(state, hidden=torch.zeros_like(state.hidden))
 
-    engine = _Handing(drafter, lambda state: state)
-    engine.step = step
-    return engine
+    return FaultyDrafter(drafter, every_step=zero)
 
 
 def _shuffle_kv(drafter: MtpDrafter, base: Base) -> Any:
@@ -55,14 +43,14 @@ def _shuffle_kv(drafter: MtpDrafter, base: Base) -> Any:
         kv = {kind: (k[:, :, at[kind]], v[:, :, at[kind]]) for kind, (k, v) in last["before"].items()}
         return dataclasses.replace(state, fed=dataclasses.replace(state.fed, shared_kv=kv))
 
-    return _Handing(drafter, change)
+    return FaultyDrafter(drafter, change=change)
 
 
 def _unscale_embedding(drafter: MtpDrafter, base: Base) -> Any:
     def change(state: RoundStart) -> RoundStart:
         return dataclasses.replace(state, embed=lambda tokens: state.embed(tokens) / base.width**0.5)
 
-    return _Handing(drafter, change)
+    return FaultyDrafter(drafter, change=change)
 
 
 def _scale_attention(drafter: MtpDrafter, base: Base) -> Any:
@@ -90,20 +78,18 @@ def _give_early_state(drafter: MtpDrafter, base: Base) -> Any:
         fed = dataclasses.replace(state.fed, hidden=state.fed.layers[layer])
         return dataclasses.replace(state, fed=fed)
 
-    return _Handing(drafter, change, (layer,))
+    return FaultyDrafter(drafter, change=change, layers=(layer,))
 
 
 def _compute_in_half(drafter: MtpDrafter, base: Base) -> Any:
     """Compute in FP16; an overflow makes NaN, whose argmax is the first token."""
     half = drafter.with_tensors({name: tensor.half() for name, tensor in drafter.state_dict().items()})
-    engine = _Handing(half, lambda state: state)
 
     def step(state: MtpState, token: Tensor) -> tuple[Tensor, MtpState]:
         logits, following = half.step(state, token)
         return logits.nan_to_num(), following
 
-    engine.step = step
-    return engine
+    return SimpleNamespace(needs=half.needs, start=half.start, step=step)
 
 
 def _give_stale_kv(drafter: MtpDrafter, base: Base) -> Any:
@@ -116,9 +102,7 @@ def _give_stale_kv(drafter: MtpDrafter, base: Base) -> Any:
         seen["position"] = now
         return drafter.start(state, dataclasses.replace(LITERT, unwritten=now - before))
 
-    engine = _Handing(drafter, lambda state: state)
-    engine.start = start
-    return engine
+    return SimpleNamespace(needs=drafter.needs, start=start, step=drafter.step)
 
 
 PLANTED: dict[str, Engine] = {
