@@ -25,6 +25,7 @@ from mtp_extract.formats import reading
 from mtp_extract.io.opening import ADAPTER, MERGE_FIRST
 
 CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
 _MODEL_TYPES = ("gemma4", "gemma4_text")
 # Names of tensors begin with the first in the whole model, with the second in a text model alone.
 _PREFIXES = ("model.language_model.", "model.")
@@ -146,6 +147,8 @@ def _find_prefix(directory: Path, names: Container[str]) -> str:
 
 
 def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
+    if (directory / f"{_WEIGHTS}{reading.INDEX_ENDING}").is_file():
+        reading.find_weight_files(directory, _WEIGHTS)  # refuses an index that names a file which is not there
     stored = dict[str, _FileTensor]()
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_safetensors(path)[0]

@@ -247,6 +247,11 @@ def test_a_damaged_checkpoint_is_refused(
 def test_a_checkpoint_in_several_files_is_all_there_and_once(sample: Path, tmp_path: Path) -> None:
     incomplete, duplicated = (base_with(tmp_path / f"{shards}", shards=shards) for shards in (3, 2))
     (incomplete / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"names model-00003-of-00003\.safetensors, which is not there\. Fetch it"
+    ):
+        compare(sample, incomplete)
+    (incomplete / "model.safetensors.index.json").unlink()
     assert set(list_differences(compare(sample, incomplete)).values()) == {"the checkpoint has no such tensor"}
     (duplicated / "model.safetensors").write_bytes((duplicated / "model-00001-of-00002.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"expected tensors in one file each, found .* in two"):
