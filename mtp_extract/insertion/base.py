@@ -168,8 +168,10 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> list[str]:
         CheckpointError: the configuration has RoPE or a window that transformers does not know for Gemma 4.
     """
     walk = base.structure
+    layers_with_keys = sum(f"layers.{layer}.k_proj" in base.places for layer in range(walk.layers))
     graph: dict[str, object] = {
         "num_hidden_layers": walk.layers,
+        "num_kv_shared_layers": walk.layers - layers_with_keys,
         "hidden_size": walk.width,
         "vocab_size": base.places["embed_tokens"][0].found.shape[0],
         "rms_norm_eps": walk.rms_norm_eps,
@@ -177,6 +179,7 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> list[str]:
         "hidden_activation": walk.hidden_activation,
     }
     config = {key: checkpoint.text.get(key, value) for key, value in graph.items()}
+    config["num_kv_shared_layers"] = config["num_kv_shared_layers"] or 0  # null is as good as 0
     drafter = _read_drafter_config(base.opened)
     if isinstance(drafter, DrafterConfig):
         with attribute_errors_to(checkpoint.directory / CONFIG):

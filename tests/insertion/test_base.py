@@ -190,6 +190,7 @@ def test_kv_of_layers_that_share_another_s_are_not_missed(sample: Path, tmp_path
         ({"hidden_size": 128}, PairError, "hidden_size 128 instead of 64"),
         ({"num_hidden_layers": 7}, PairError, "num_hidden_layers 7 instead of 6"),
         ({"num_hidden_layers": "six"}, CheckpointError, "num_hidden_layers"),
+        ({"num_kv_shared_layers": 4}, PairError, "num_kv_shared_layers 4 instead of 2"),
         # As many names were built once.
         ({"num_kv_shared_layers": 10**12, "vocab_size": 1024}, PairError, "vocab_size 1024"),
         ({"rms_norm_eps": 1e-5}, PairError, "rms_norm_eps"),
