@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ai_edge_litert import schema_py_generated as schema
-from helpers.make_graph import Graph, Model, fed_forward, gelu, rotated
+import numpy as np
+from helpers.make_graph import Graph, Model, fed_forward, rotated
 
 from .shapes import ROPE, Shape
 
@@ -22,7 +22,7 @@ def build_embedder(shape: Shape) -> Model:
     model = Model()
     graph = model.graph("embedder")
     rows = _look_up(graph, _add_tokens_input(graph), "embed_tokens", shape.vocab, shape.width, shape.embedding_bits)
-    graph.outputs["embeddings"] = graph.times(rows, shape.width**0.5)
+    graph.outputs["embeddings"] = graph.mul(rows, shape.width**0.5)
     graph.sign("embedder")
     return model
 
@@ -35,19 +35,20 @@ def build_per_layer_embedder(shape: Shape) -> Model:
     rows = []
     for layer in range(shape.layers):
         row = _look_up(graph, tokens, f"per_layer.{layer}", shape.vocab, shape.per_layer, 4)
-        rows.append(graph.times(graph.reshape(row, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
-    graph.outputs["embeddings"] = graph.joined(rows, 2)
+        rows.append(graph.mul(graph.reshape(row, [1, 1, 1, shape.per_layer]), shape.per_layer**0.5))
+    graph.outputs["embeddings"] = graph.join(rows, 2)
     graph.sign("per_layer_embedder")
     return model
 
 
 def _add_tokens_input(graph: Graph) -> int:
-    flat = graph.op("RESHAPE", [graph.input("token_ids", [1, 1], "i32"), graph.constant([1], "i32")], [1], kind="i32")
-    return graph.op("MAXIMUM", [flat, graph.constant([0], "i32")], [1], kind="i32")
+    flat = graph.reshape(graph.input("token_ids", [1, 1], np.int32), [1])
+    return graph.call("MAXIMUM", flat, np.array([0], np.int32))
 
 
 def _look_up(graph: Graph, tokens: int, key: str, rows: int, width: int, bits: int) -> int:
-    row = graph.op("EMBEDDING_LOOKUP", [tokens, graph.matrix(key, rows, width, bits)], [1, width])
+    table = graph.matrix(key, rows, width, bits)
+    row = graph.call("EMBEDDING_LOOKUP", tokens, table, shape=[1, width], dtype=np.float32)
     return graph.reshape(row, [1, 1, width])
 
 
@@ -67,16 +68,11 @@ def attend(graph: Graph, query: int, key: int, value: int, mask: int) -> int:
     _, kv_heads, slots, _ = graph.shape(key)
     grouped = [1, kv_heads, heads // kv_heads * tokens, head]
     query = graph.reshape(graph.transpose(query, [0, 2, 1, 3]), grouped)
-    options = schema.BatchMatMulOptionsT()
-    options.adjY = True
-    scores = graph.op("BATCH_MATMUL", [query, key], [*grouped[:-1], slots], options)
+    scores = graph.call("BATCH_MATMUL", query, key, shape=[*grouped[:-1], slots], adjY=True)
     scores = graph.reshape(scores, [1, heads, tokens, slots])
-    scores = graph.op("SELECT_V2", [mask, scores, graph.constant(-1e9)], graph.shape(scores))
-    softmax = schema.SoftmaxOptionsT()
-    softmax.beta = 1.0
-    weights = graph.op("SOFTMAX", [scores], graph.shape(scores), softmax)
+    weights = graph.call("SOFTMAX", graph.call("SELECT_V2", mask, scores, -1e9), beta=1.0)
     weights = graph.reshape(weights, [*grouped[:-1], slots])
-    mixed = graph.op("BATCH_MATMUL", [weights, value], grouped, schema.BatchMatMulOptionsT())
+    mixed = graph.call("BATCH_MATMUL", weights, value, shape=grouped)
     mixed = graph.transpose(graph.reshape(mixed, [1, heads, tokens, head]), [0, 2, 1, 3])
     return graph.reshape(mixed, [1, tokens, heads * head])
 
@@ -117,16 +113,15 @@ class _Signature:
         graph, shape, tokens = self.graph, self.shape, self.tokens
         embeddings = graph.input("embeddings", [1, tokens, shape.width])
         per_layer = graph.input("per_layer_embeddings", [1, tokens, shape.layers, shape.per_layer])
-        self.position = graph.input("input_pos", [tokens], "i32")
-        self.mask = graph.input("mask", [1, 1, tokens, shape.cache], "bool")
+        self.position = graph.input("input_pos", [tokens], np.int32)
+        self.mask = graph.input("mask", [1, 1, tokens, shape.cache], np.bool_)
         self.caches: dict[int, tuple[int, int]] = {}
-        slot = graph.part(self.position, [0], [1], "i32")
-        zero = graph.constant([0], "i32")
-        self.start = graph.joined([zero, zero, slot, zero], 0, "i32")
+        zero = graph.constant([0], np.int32)
+        self.start = graph.join([zero, zero, graph.part(self.position, 0, 1), zero])
         projected = graph.linear(embeddings, "model_projection", shape.layers * shape.per_layer, 8)
-        projected = graph.reshape(graph.times(projected, shape.width**-0.5), graph.shape(per_layer))
-        both = graph.plus(graph.norm(projected, "projection_norm"), per_layer)
-        self.per_layer = graph.times(both, 2**-0.5)
+        projected = graph.reshape(graph.mul(projected, shape.width**-0.5), graph.shape(per_layer))
+        both = graph.add(graph.norm(projected, "projection_norm"), per_layer)
+        self.per_layer = graph.mul(both, 2**-0.5)
         return embeddings
 
     def _layer(self, layer: int, stream: int) -> int:
@@ -139,18 +134,18 @@ class _Signature:
         query = rotated(graph, query, self.position, *ROPE[kind])
         mixed = attend(graph, query, *self.caches[shape.cache_of(layer)], self.mask)
         mixed = graph.linear(mixed, f"{layer}.o", shape.width, 4)
-        stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
+        stream = graph.add(stream, graph.norm(mixed, f"{layer}.post_attention"))
         bits = shape.shared_ffn_bits if layer >= shape.owners else 4
         stream = fed_forward(graph, stream, f"{layer}.", shape.ffn_of(layer), bits)
-        return graph.times(self._own_embedding(layer, stream), 0.5 + layer / 100)
+        return graph.mul(self._own_embedding(layer, stream), 0.5 + layer / 100)
 
     def _own_embedding(self, layer: int, stream: int) -> int:
-        graph, shape, tokens = self.graph, self.shape, self.tokens
-        gate = gelu(graph, graph.linear(stream, f"{layer}.per_layer_gate", shape.per_layer, 8))
-        embedding = graph.part(self.per_layer, [0, 0, layer, 0], [1, tokens, 1, shape.per_layer])
-        product = graph.op("MUL", [gate, graph.reshape(embedding, graph.shape(gate))], graph.shape(gate))
+        graph, shape = self.graph, self.shape
+        gate = graph.call("GELU", graph.linear(stream, f"{layer}.per_layer_gate", shape.per_layer, 8), approximate=True)
+        embedding = graph.part(self.per_layer, layer, 1, axis=2)
+        product = graph.mul(gate, graph.reshape(embedding, graph.shape(gate)))
         projected = graph.linear(product, f"{layer}.per_layer_projection", shape.width, 8)
-        return graph.plus(stream, graph.norm(projected, f"{layer}.post_per_layer"))
+        return graph.add(stream, graph.norm(projected, f"{layer}.post_per_layer"))
 
     def _heads(self, layer: int, normed: int, key: str, heads: int) -> int:
         product = self.graph.linear(normed, key, heads * self.shape.head(layer), 4)
@@ -166,5 +161,5 @@ class _Signature:
         for which, new in zip("kv", (key, value), strict=True):
             cache = graph.input(f"kv_cache_{which}_{layer}", slots)
             moved = graph.transpose(new, [0, 2, 1, 3])
-            written.append(graph.op("DYNAMIC_UPDATE_SLICE", [cache, moved, self.start], slots))
+            written.append(graph.call("DYNAMIC_UPDATE_SLICE", cache, moved, self.start, shape=slots))
         self.caches[layer] = written[0], written[1]

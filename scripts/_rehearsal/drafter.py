@@ -6,6 +6,7 @@ rehearsed. Their steps are E2B's.
 
 from __future__ import annotations
 
+import numpy as np
 from helpers.make_graph import Model, fed_forward, rotated, windowed
 
 from .decoder import attend
@@ -21,8 +22,8 @@ def build_drafter(shape: Shape) -> Model:
     model = Model()
     graph = model.graph("mtp_drafter")
     activations = graph.input("activations", [1, 1, 2 * shape.width])
-    position = graph.input("input_pos", [1], "i32")
-    mask = graph.input("mask", [1, 1, 1, shape.cache], "bool")
+    position = graph.input("input_pos", [1], np.int32)
+    mask = graph.input("mask", [1, 1, 1, shape.cache], np.bool_)
     owner = {kind: max(i for i in range(shape.owners) if shape.types[i] == kind) for kind in (SLIDING, FULL)}
     caches = {
         kind: tuple(
@@ -41,11 +42,11 @@ def build_drafter(shape: Shape) -> Model:
         query = graph.linear(normed, f"{layer}.q", shape.drafter_heads * head, 8)
         query = graph.norm(graph.reshape(query, [1, 1, shape.drafter_heads, head]), f"{layer}.qn")
         query = rotated(graph, query, position, *ROPE[kind])
-        key, value = (graph.op("DEQUANTIZE", [cache], graph.shape(cache)) for cache in caches[kind])
+        key, value = (graph.call("DEQUANTIZE", cache, dtype=np.float32) for cache in caches[kind])
         mixed = attend(graph, query, key, value, mask if kind == FULL else near)
         mixed = graph.linear(mixed, f"{layer}.o", shape.drafter_width, 8)
-        stream = graph.plus(stream, graph.norm(mixed, f"{layer}.post_attention"))
-        stream = graph.times(fed_forward(graph, stream, f"{layer}.", shape.drafter_ffn, 4), 0.4 + 0.1 * layer)
+        stream = graph.add(stream, graph.norm(mixed, f"{layer}.post_attention"))
+        stream = graph.mul(fed_forward(graph, stream, f"{layer}.", shape.drafter_ffn, 4), 0.4 + 0.1 * layer)
     state = graph.norm(stream, "final")
     logits = graph.linear(state, "lm_head", shape.vocab, 4)
     graph.outputs["logits"] = graph.bounded(logits, shape.soft_cap)

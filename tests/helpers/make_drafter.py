@@ -1,7 +1,7 @@
 """A drafter's ``.tflite`` written by code: plain operators only, names that say nothing.
 
 The sample in the package is an export with composites and Google's names. This is the other extreme: every RMSNorm
-and the mask spelled out, constants called ``c0``, ``c1``, …, and as small as a drafter can be, so that thousands of
+and the mask spelled out, tensors called ``t0``, ``t1``, …, and as small as a drafter can be, so that thousands of
 damaged copies can be read in a minute. The builder is that of ``make_graph.py``, with constants inline.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ai_edge_litert import schema_py_generated as schema
 
 from helpers.make_bundle import pack
 from helpers.make_graph import Graph, Model, fed_forward, rotated, windowed
@@ -45,35 +44,30 @@ class _Plain(Graph):
 
     def matrix(self, key: str, rows: int, width: int, bits: int) -> int:
         """INT8, with a scale a row."""
-        index = self.constant(self.rng.integers(self.lowest_code, 128, (rows, width)), "i8")
-        quantization = schema.QuantizationParametersT(
-            scale=self.rng.uniform(0.01, 0.02, rows).astype(np.float32), zeroPoint=np.zeros(rows, np.int64)
-        )
-        self.made.tensors[index].quantization = quantization
-        return index
+        codes = self.constant(self.rng.integers(self.lowest_code, 128, (rows, width)), np.int8)
+        return self.scaled(codes, self.rng.uniform(0.01, 0.02, rows))
 
     def norm(self, value: int, key: str = "") -> int:
         """RMSNorm, spelled out."""
-        shape = self.shape(value)
-        return self.op("MUL", [self.normed(value), self.constant(self.rng.uniform(0.5, 2, shape[-1]))], shape)
+        weight = self.rng.uniform(0.5, 2, self.shape(value)[-1]).astype(np.float32)
+        return self.mul(self.normed(value), weight)
 
 
 def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     """The ``ModelT`` of a drafter; the same spec gives the same model."""
     model = Model(description="plain")
-    main = model.graph("main")
-    graph = _Plain(model, main.made, main.index, lowest_code=spec.lowest_code)
+    graph = _Plain(model, model.graph("main").index, lowest_code=spec.lowest_code)
     activations = graph.input("activations", [1, 1, 2 * spec.backbone])
-    position = graph.input("input_pos", [1], "i32")
-    mask = graph.input("mask", [1, 1, 1, spec.cache], "bool")
-    kv = [1, spec.kv_heads, spec.cache, spec.head_dim]
+    position = graph.input("input_pos", [1], np.int32)
+    mask = graph.input("mask", [1, 1, 1, spec.cache], np.bool_)
     caches = {
-        bank: tuple(_cache(graph, f"kv_cache_{part}_{bank}", kv, spec.cache_step) for part in "kv")
+        bank: tuple(_cache(graph, f"kv_cache_{part}_{bank}", spec) for part in "kv")
         for bank in sorted({int(window is None) for window in spec.windows})
     }
     stream = graph.linear(activations, "", spec.hidden)
     for window in spec.windows:
-        stream = _layer(graph, spec, stream, window, position, mask, caches[int(window is None)])
+        seen = mask if window is None else windowed(graph, position, mask, window)
+        stream = _layer(graph, spec, stream, position, seen, caches[int(window is None)])
     state = graph.norm(stream)
     logits = graph.linear(state, "", spec.vocab)
     if spec.soft_cap is not None:
@@ -83,34 +77,25 @@ def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     return model.tree
 
 
-def _cache(graph: Graph, name: str, shape: list[int], step: float | None) -> int:
-    if step is None:
+def _cache(graph: Graph, name: str, spec: DrafterSpec) -> int:
+    shape = [1, spec.kv_heads, spec.cache, spec.head_dim]
+    if spec.cache_step is None:
         return graph.input(name, shape)
-    return graph.op("DEQUANTIZE", [graph.codes(name, shape, step)], shape)
+    return graph.call("DEQUANTIZE", graph.codes(name, shape, spec.cache_step), dtype=np.float32)
 
 
-def _layer(
-    graph: _Plain, spec: DrafterSpec, stream: int, window: int | None, position: int, mask: int, kv: tuple[int, ...]
-) -> int:
+def _layer(graph: _Plain, spec: DrafterSpec, stream: int, position: int, seen: int, kv: tuple[int, ...]) -> int:
     query = graph.linear(graph.norm(stream), "", spec.heads * spec.head_dim)
     query = graph.norm(graph.reshape(query, [1, 1, spec.heads, spec.head_dim]))
     query = rotated(graph, query, position, spec.theta)
-    query = graph.reshape(query, [1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim])
-    seen = mask if window is None else windowed(graph, position, mask, window)
-    attended = _attention(graph, spec, query, seen, kv)
+    grouped = [1, spec.kv_heads, spec.heads // spec.kv_heads]
+    query = graph.reshape(query, [*grouped, spec.head_dim])
+    scores = graph.call("BATCH_MATMUL", query, kv[0], shape=[*grouped, spec.cache], adjY=True)
+    weights = graph.call("SOFTMAX", graph.call("SELECT_V2", seen, scores, -1e9), beta=1.0)
+    attended = graph.call("BATCH_MATMUL", weights, kv[1], shape=[*grouped, spec.head_dim])
     attended = graph.linear(graph.reshape(attended, [1, 1, spec.heads * spec.head_dim]), "", spec.hidden)
-    middle = graph.plus(stream, graph.norm(attended))
-    return graph.times(fed_forward(graph, middle, "", spec.ffn, 8), graph.rng.uniform(0.5, 1))
-
-
-def _attention(graph: Graph, spec: DrafterSpec, query: int, seen: int, kv: tuple[int, ...]) -> int:
-    front = graph.shape(query)[:-1]
-    transposed = schema.BatchMatMulOptionsT(adjY=True)
-    scores = graph.op("BATCH_MATMUL", [query, kv[0]], [*front, spec.cache], transposed)
-    scores = graph.op("SELECT_V2", [seen, scores, graph.constant(-1e9)], [*front, spec.cache])
-    softmax = schema.SoftmaxOptionsT(beta=1.0)
-    weights = graph.op("SOFTMAX", [scores], [*front, spec.cache], softmax)
-    return graph.op("BATCH_MATMUL", [weights, kv[1]], [*front, spec.head_dim], schema.BatchMatMulOptionsT())
+    middle = graph.add(stream, graph.norm(attended))
+    return graph.mul(fed_forward(graph, middle, "", spec.ffn, 8), graph.rng.uniform(0.5, 1))
 
 
 def plain_drafter(spec: DrafterSpec = DrafterSpec()) -> bytes:
