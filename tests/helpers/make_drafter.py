@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
 
 from helpers.make_bundle import pack
 from helpers.make_graph import Graph, Model, fed_forward, rotated, windowed
+from helpers.subgraph import Subgraph
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,6 @@ class DrafterSpec:
     backbone: int = 8
     cache: int = 16
     soft_cap: float | None = 30.0
-    theta: float = 10000.0
     cache_step: float | None = None
     """What a code of an INT8 cache is worth; None of caches in floats."""
     lowest_code: int = -127
@@ -55,7 +56,7 @@ class _Plain(Graph):
 
 def plain_model(spec: DrafterSpec = DrafterSpec()) -> Any:
     """The ``ModelT`` of a drafter; the same spec gives the same model."""
-    model = Model(description="plain")
+    model = Model()
     graph = _Plain(model, model.graph("main").index, lowest_code=spec.lowest_code)
     activations = graph.input("activations", [1, 1, 2 * spec.backbone])
     position = graph.input("input_pos", [1], np.int32)
@@ -87,7 +88,7 @@ def _cache(graph: Graph, name: str, spec: DrafterSpec) -> int:
 def _layer(graph: _Plain, spec: DrafterSpec, stream: int, position: int, seen: int, kv: tuple[int, ...]) -> int:
     query = graph.linear(graph.norm(stream), "", spec.heads * spec.head_dim)
     query = graph.norm(graph.reshape(query, [1, 1, spec.heads, spec.head_dim]))
-    query = rotated(graph, query, position, spec.theta)
+    query = rotated(graph, query, position, 1e4)
     grouped = [1, spec.kv_heads, spec.heads // spec.kv_heads]
     query = graph.reshape(query, [*grouped, spec.head_dim])
     scores = graph.call("BATCH_MATMUL", query, kv[0], shape=[*grouped, spec.cache], adjY=True)
@@ -101,3 +102,28 @@ def _layer(graph: _Plain, spec: DrafterSpec, stream: int, position: int, seen: i
 def plain_drafter(spec: DrafterSpec = DrafterSpec()) -> bytes:
     """:func:`plain_model`, packed."""
     return pack(plain_model(spec))
+
+
+def blockwise_int2(block: int = 64, *, zeros: bool = False) -> bytes:
+    """A drafter with every matrix in INT2 and FP16 scales for each ``block`` of a row: no exporter at hand makes one.
+
+    ``zeros``: some blocks have a scale of 0, as blocks that are all 0 may have.
+    """
+    spec = DrafterSpec(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, backbone=128, windows=(4, None))
+    graph, rng = Subgraph(), np.random.default_rng(0)
+    graph.model = plain_model(spec)
+    for tensor in [t for t in graph.main.tensors if t.quantization is not None]:
+        rows, columns = tensor.shape
+        codes = rng.integers(-2, 2, (rows, columns)).astype(np.int8)
+        scales = rng.uniform(0.02, 0.5, (rows, columns // block)).astype(np.float16)
+        if zeros:
+            scales[::3, 0] = 0
+        packed = (codes.reshape(-1, 4) & 3).astype(np.uint8)
+        packed = packed[:, 0] | packed[:, 1] << 2 | packed[:, 2] << 4 | packed[:, 3] << 6
+        graph.model.buffers[tensor.buffer].data = packed.astype(np.uint8)
+        tensor.type = schema.TensorType.INT2
+        stored = graph.constant(scales, np.float16)
+        details = schema.BlockwiseQuantizationT(scales=stored, zeroPoints=-1, blockSize=block)
+        kind = schema.QuantizationDetails.BlockwiseQuantization
+        tensor.quantization = schema.QuantizationParametersT(details=details, detailsType=kind)
+    return pack(graph.model)

@@ -41,14 +41,13 @@ class Model:
     """A model in the making. ``external``: whether constants lie in a section of their own."""
 
     external: bool = False
-    description: str = "rehearsal"
     stored: dict[str, Stored] = field(default_factory=dict)
     outside: int = 0
     """Bytes of the constants outside of the flatbuffer."""
     _places: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tree = schema.ModelT(version=3, description=self.description.encode(), buffers=[schema.BufferT()])
+        self.tree = schema.ModelT(version=3, description=b"by code", buffers=[schema.BufferT()])
         self.tree.operatorCodes, self.tree.subgraphs, self.tree.signatureDefs = [], [], []
         if self.external:
             group = schema.ExternalBufferGroupT(name=b"tflite_weights")

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
 from seam import FlatGraph, evaluate, flat
 
-from helpers.make_bundle import add_buffer, added, code_of, pack
+from helpers.make_bundle import code_of, pack
+from helpers.make_graph import Graph, Model
 
 
 @dataclass(frozen=True)
@@ -46,37 +46,28 @@ class OneOp:
 
     def model(self, shapes: Sequence[Sequence[int]] = ()) -> bytes:
         """The model, packed; without ``shapes`` of results the runtime finds them, unless it asks for them."""
-        op = schema.OperatorT(opcodeIndex=0, inputs=[], outputs=[])
-        graph = schema.SubGraphT(name=b"main", tensors=[], inputs=[], operators=[op])
-        model = schema.ModelT(version=3, description=b"one op", operatorCodes=[], buffers=[schema.BufferT()])
-        code_of(model, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1))
+        model = Model()
+        graph = model.graph("main")
+        operands = []
         for position, operand in enumerate(self.operands):
             if operand is None:
-                op.inputs.append(-1)
-                continue
-            stored = isinstance(operand, const)
-            values = operand.values if stored else operand
-            grid = operand.grid if stored else self.input_grid if values.dtype.kind == "i" else None
-            tensor = _tensor(f"i{position}", values.shape, str(values.dtype), grid)
-            if stored:
-                tensor.buffer = add_buffer(model, values.tobytes())
+                operands.append(-1)
+            elif isinstance(operand, const):
+                operands.append(graph.constant(operand.values, operand.values.dtype))
+                _quantize(graph, operands[-1], operand.grid)
             else:
-                graph.inputs.append(len(graph.tensors))
-            op.inputs.append(added(graph.tensors, tensor))
+                operands.append(graph.input(f"i{position}", operand.shape, operand.dtype))
+                _quantize(graph, operands[-1], self.input_grid if operand.dtype.kind == "i" else None)
         for position, kind in enumerate(self.results):
-            shape = shapes[position] if shapes else self.result_shape
-            op.outputs.append(added(graph.tensors, _tensor(f"o{position}", shape, kind, self.result_grid)))
+            shape, name = shapes[position] if shapes else self.result_shape, f"o{position}"
+            graph.outputs[name] = graph.tensor(shape, kind, name)
+            _quantize(graph, graph.outputs[name], self.result_grid)
+        code_of(model.tree, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4}.get(self.kind, 1))
+        op = graph.emit(self.kind, operands, graph.outputs.values())
         if self.options is not None:
             op.builtinOptions = self.options
-            op.builtinOptionsType = getattr(schema.BuiltinOptions, type(self.options).__name__.removesuffix("T"))
-        graph.outputs = op.outputs
-        signature = schema.SignatureDefT(signatureKey=b"main", subgraphIndex=0)
-        signature.inputs, signature.outputs = (
-            [schema.TensorMapT(name=graph.tensors[i].name, tensorIndex=i) for i in ends]
-            for ends in (graph.inputs, graph.outputs)
-        )
-        model.subgraphs, model.signatureDefs = [graph], [signature]
-        return pack(model)
+        graph.sign("main")
+        return pack(model.tree)
 
     def inputs(self) -> dict[str, npt.NDArray[Any]]:
         """The operands that are inputs, by name."""
@@ -119,11 +110,8 @@ def _real(values: npt.NDArray[Any], grid: Grid | None) -> npt.NDArray[Any]:
     return (values.astype(np.float32) - np.float32(grid.zero_point[0])) * np.float32(grid.scale[0])
 
 
-def _tensor(name: str, shape: Sequence[int], kind: str, grid: Grid | None) -> Any:
-    number = getattr(schema.TensorType, kind.upper())
-    tensor = schema.TensorT(name=name.encode(), shape=list(shape), type=number, buffer=0)
+def _quantize(graph: Graph, tensor: int, grid: Grid | None) -> None:
     if grid is not None:
-        quantization = tensor.quantization = schema.QuantizationParametersT(quantizedDimension=grid.axis)
-        quantization.scale = np.array(grid.scale, np.float32)
-        quantization.zeroPoint = np.array(grid.zero_point, np.int64)
-    return tensor
+        graph.scaled(tensor, grid.scale)
+        quantization = graph.main.tensors[tensor].quantization
+        quantization.zeroPoint, quantization.quantizedDimension = np.array(grid.zero_point, np.int64), grid.axis

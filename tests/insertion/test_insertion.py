@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-from helpers.blocks import blockwise_int2
 from helpers.make_bundle import DRAFTER, bundle, drafter_of, load, pack, parts_of, set_buffer
+from helpers.make_drafter import blockwise_int2
 from helpers.variant_files import REFUSED, STORED, VARIANTS, variant
 from safetensors.numpy import load_file, save_file
 

@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import engines
 import pytest
 from _engines import llama_cpp
 from engines import Outcome, find_last_line, format_cells, list_shortfalls, parse_outcome
-from helpers.blocks import blockwise_int2
+from helpers.make_drafter import blockwise_int2
 
 REFUSED = """\
 0.00.003.701 W srv  llama_server: security: no API key is set and CORS allows all origins
@@ -110,11 +111,8 @@ def test_a_format_that_cannot_hold_the_drafter_is_a_row(
     monkeypatch: pytest.MonkeyPatch, base: Path, tmp_path: Path
 ) -> None:
     """gemma has a scale a row, and this drafter one for each block of 32: it is said, and the next format is run."""
-
-    def finished(command: list[str], *_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 0, '{"version": "5", "identical": true}', "")
-
-    monkeypatch.setattr(engines, "run", finished)
+    finished = subprocess.CompletedProcess([], 0, '{"version": "5", "identical": true}', "")
+    monkeypatch.setattr(engines, "run", Mock(return_value=finished))
     (tmp_path / "blocks.tflite").write_bytes(blockwise_int2(32))
     drafter = engines.Drafter(tmp_path / "blocks.tflite", tmp_path)
     found = {o.format: o for o in engines.run_scripted("transformers", sys.executable, base, drafter)}
