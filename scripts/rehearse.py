@@ -49,14 +49,16 @@ commands.write_prompts(root)
 _SERVE = """
 import signal, sys
 from pathlib import Path
-from helpers.loop_server import loop_server
+from helpers.loop_server import writer
+from helpers.model_server import model_server
 from mtp_extract.drafter.load import load_any_drafter
 from mtp_extract.evaluation.base_model import load_base
 from mtp_extract.speculate.loop import SpeculativeGenerator
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 loaded = load_base(sys.argv[1], sys.argv[3])
 drafter = load_any_drafter(Path(sys.argv[2]), dtype=loaded.drafter_dtype, device=loaded.device)
-with loop_server(SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), drafts=2) as server:
+with model_server("vLLM") as server:
+    server.write = writer(SpeculativeGenerator(loaded.model, drafter, loaded.tokenizer), drafts=2)
     print(server.url, flush=True)
     signal.sigwait({signal.SIGTERM})
 """

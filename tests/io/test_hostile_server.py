@@ -8,13 +8,14 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import huggingface_hub
 import pytest
 from helpers.bounds import HANG
-from helpers.hub_fixtures import Patient, text_of
+from helpers.hub_fixtures import Patient, read_all, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
+from helpers.loopback import Listener
 
 from mtp_extract.bundle import open_source
 from mtp_extract.errors import SourceError
@@ -47,16 +48,8 @@ def serve_raw(script: Script) -> Iterator[str]:
                 # Without this, unread bytes of the request would reset the connection before the answer arrives.
                 self.request.shutdown(socket.SHUT_WR)
 
-    class Listener(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-        block_on_close = False
-
-    with Listener(("127.0.0.1", 0), Handler) as listener:
-        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{listener.server_address[1]}"
-        finally:
-            listener.shutdown()
+    with closing(Listener(Handler)) as listener:
+        yield listener.url
 
 
 @pytest.fixture
@@ -96,12 +89,6 @@ def trickle(request: str, say: Say) -> None:
 
 def stay_silent(request: str, say: Say) -> None:
     threading.Event().wait(HANG)
-
-
-def read_all(url: str) -> bytes:
-    with open_source(url) as source:
-        source.prefetch(0, source.size)
-        return source.read(0, source.size)
 
 
 def check_refused(url: str, match: str, read: Callable[[str], object] = read_all) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from helpers.hub_fixtures import Patient, text_of
+from helpers.hub_fixtures import Patient, read_all, text_of
 from helpers.hub_server import SIGNATURE, TOKEN, HubServer
 from helpers.reporters import Recorder
 from huggingface_hub.utils._http import default_client_factory
@@ -36,19 +36,12 @@ def bundle(hub: HubServer) -> HubServer:
 
 
 def read_error(url: str) -> str:
-    """Return the message of the error that opening ``url`` or reading from it raises."""
     with pytest.raises(SourceError) as caught, open_source(url) as source:
         source.prefetch(1 << 20, 1 << 20)
         source.read(0, 2 << 20)
     for secret in (TOKEN, SIGNATURE):
         assert secret not in text_of(caught.value)
     return str(caught.value)
-
-
-def read_all(url: str) -> bytes:
-    with open_source(url) as source:
-        source.prefetch(0, source.size)
-        return source.read(0, source.size)
 
 
 # --- what is read
