@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ai_edge_litert import schema_py_generated as schema
-from helpers.bases import edited_section
+from helpers.bases import edited_bundle
 from helpers.make_bundle import DRAFTER, Part, bundle, code_of, drafter_of, kind, set_buffer
 from seam import GEMMA4, MtpExtractError, RoleError, UnsupportedError, base, list_roles
 
@@ -138,7 +138,7 @@ def make_gate_relu(model: Any) -> None:
 def test_what_is_elsewhere_is_refused_by_name(
     tmp_path: Path, section: str, edit: Callable[[Any], None], error: type[MtpExtractError], words: str
 ) -> None:
-    path = edited_section(tmp_path / "b.litertlm", section, edit)
+    path = edited_bundle(tmp_path / "b.litertlm", **{section: edit})
     with pytest.raises(error, match=words) as raised:
         base(path)
     assert "signature" in str(raised.value)

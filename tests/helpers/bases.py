@@ -83,11 +83,12 @@ def scale_of(path: Path, role: str, signature: str, channel: int, factor: float)
     return {at: np.float32(quantization.scale[channel] * np.float32(factor)).tobytes()}
 
 
-def edited_section(out: Path, kind: str, edit: Callable[[Any], None]) -> Path:
-    """The sample with the model of section ``kind``, as the schema's object tree, changed by ``edit``."""
-    parts = parts_of(first_bundle())
+def edited_bundle(out: Path, source: Path | None = None, **edits: Callable[[Any], None]) -> Path:
+    """The sample, or ``source``, with the models of the sections that ``edits`` name changed, as the schema's trees."""
+    parts = parts_of(source or first_bundle())
     for index, part in enumerate(parts):
-        if part.items.get("model_type") == f"tf_lite_{kind}":
+        edit = edits.get(part.items.get("model_type", "").removeprefix("tf_lite_"))
+        if edit is not None:
             model = load(part.data)
             for buffer in model.buffers:
                 if buffer.offset > 1:

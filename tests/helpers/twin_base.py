@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ from safetensors.numpy import save_file
 from seam import GEMMA4, list_roles, read_base
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from helpers.bases import PREFIX, Weights, in_dtype
-from helpers.make_bundle import added, bundle, code_of, kind, load, on_model, pack, parts_of, set_buffer
+from helpers.bases import PREFIX, Weights, edited_bundle, in_dtype
+from helpers.make_bundle import added, code_of, kind, load, on_model, parts_of, set_buffer
 
 _DATA = Path(__file__).resolve().parent.parent / "data" / "twin_base"
 TWIN, MOBILE = _DATA / "bundle.litertlm", _DATA / "mobile"
-Edit = Callable[[Any], None]
+edited_twin = partial(edited_bundle, source=TWIN)
 
 
 def floats() -> Weights:
@@ -104,19 +104,6 @@ def logits_of_transformers(weights: Weights, tokens: Sequence[int]) -> npt.NDArr
     with torch.inference_mode():
         logits: npt.NDArray[np.float32] = model(torch.tensor([list(map(int, tokens))])).logits[0].numpy()
     return logits
-
-
-def edited_twin(out: Path, source: Path = TWIN, **edits: Edit) -> Path:
-    """The bundle, or another of its kind, with the models of the sections that ``edits`` name changed, as trees."""
-    parts = parts_of(source)
-    for index, part in enumerate(parts):
-        edit = edits.get(part.items["model_type"].removeprefix("tf_lite_"))
-        if edit is not None:
-            model = load(part.data)
-            edit(model)
-            parts[index] = replace(part, data=pack(model))
-    out.write_bytes(bundle(parts, version=(1, 5, 0)))
-    return out
 
 
 def decoder_of(path: Path) -> Any:

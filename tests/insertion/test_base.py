@@ -369,7 +369,7 @@ def share_buffer(sample: Path, out: Path) -> Path:
             ones = next(i for i, stored in data.items() if stored is not None and bytes(stored) == ONES)
             graph.tensors[tensor.index].buffer = ones
 
-    return bases.edited_section(out, "prefill_decode", share)
+    return bases.edited_bundle(out, prefill_decode=share)
 
 
 def test_what_is_shared_with_something_else_is_refused(sample: Path, tmp_path: Path) -> None:
