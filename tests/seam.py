@@ -48,7 +48,6 @@ from mtp_extract.insertion.run import plan_insertion
 from mtp_extract.io.address import parse_address
 from mtp_extract.io.files import open_regular, read_regular
 from mtp_extract.io.source import Region, Source
-from mtp_extract.litertlm.flatbuffer import Budget
 from mtp_extract.litertlm.flexbuffer import read_numbers
 from mtp_extract.litertlm.tflite import TfliteModel, read_model
 from mtp_extract.pipeline.check import Check, CheckpointDirectory
@@ -94,9 +93,8 @@ def prove(
         return _prove(drafter.graph, drafter.structure, config(drafter.config), read(tensors.__getitem__))
 
 
-def model_of(data: bytes, budget: Budget | None = None) -> TfliteModel:
-    """The TFLite model that ``data`` is."""
-    return read_model(Region(Memory(data), 0, len(data), "the model"), budget=budget)
+def model_of(data: bytes) -> TfliteModel:
+    return read_model(Region(Memory(data), 0, len(data), "the model"))
 
 
 def flat(data: bytes) -> FlatGraph:

@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -50,15 +51,9 @@ def bounded(cpu_seconds: float, memory: int = _MEMORY) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, *outer)
 
 
-def cpu_limit(seconds: int, also: Callable[[], None] | None = None) -> Callable[[], None]:
-    """For ``preexec_fn``: the new process is killed when it has spent so much CPU time. ``also`` sets other limits."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        if also is not None:
-            also()
-
-    return limit
+def cpu_limit(seconds: int) -> Callable[[], None]:
+    """For ``preexec_fn``: the new process is killed when it has spent so much CPU time."""
+    return partial(resource.setrlimit, resource.RLIMIT_CPU, (seconds, seconds))
 
 
 SPIN = "while True: pass"

@@ -20,13 +20,9 @@ SharedKV = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Found:
-    """Of one text: its first ``len(prompt)`` tokens are the prompt, the rest is what the base writes greedily."""
-
-    prompt: tuple[int, ...]
-    continuation: tuple[int, ...]
+    continuation: tuple[int, ...]  # what the base writes greedily
     accepted: tuple[int, ...]  # drafts that agree, by position of the pending token that leaves room for all of them
     path: tuple[int, ...]  # the same in the rounds of a real loop, as far as all drafts have room
-    k: int
 
     @property
     def teacher_forced(self) -> float:
@@ -57,13 +53,6 @@ class Evaluator:
         self.drafter = transformers.Gemma4AssistantForCausalLM.from_pretrained(drafter_dir, dtype=torch.float32).eval()
         self.embed = self.base.get_input_embeddings()
         self.k, self.window = k, int(self.drafter.config.get_text_config().sliding_window)
-
-    @torch.inference_mode()
-    def write(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """The base's own greedy text, prompt included."""
-        ids = torch.tensor([prompt])
-        out = self.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
-        return out[0].tolist()
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor, SharedKV]:
@@ -97,15 +86,6 @@ class Evaluator:
             drafts.append(token[:, 0])
         return torch.stack(drafts, dim=1).tolist()
 
-    def positions(self, tokens: Sequence[int], prompt: int) -> tuple[int, ...]:
-        """Drafts that agree with the text, after each of its positions that has K tokens behind it."""
-        at = range(prompt, len(tokens) - self.k)
-        if not at:
-            return ()
-        _, hidden, kv = self.read(tokens)
-        drafts = self.draft(tokens, hidden, kv, at)
-        return tuple(_agreeing(row, tokens[n + 1 :]) for n, row in zip(at, drafts, strict=True))
-
     def loop(self, prompt: Sequence[int], length: int) -> tuple[list[int], tuple[int, ...]]:
         """A greedy loop that is given the prompt alone: its text, and the drafts accepted in every round.
 
@@ -125,18 +105,22 @@ class Evaluator:
 
     def found(self, prompt: Sequence[int], new_tokens: int) -> Found:
         """Raises AssertionError where the loop does not write the base's own text."""
-        text = self.write(list(prompt), new_tokens)
+        ids = torch.tensor([list(prompt)])
+        out = self.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        text = out[0].tolist()
         known, path = self.loop(prompt, len(text))
         shorter = min(len(known), len(text))
         assert known[:shorter] == text[:shorter], "the loop wrote another text than the base"
-        return Found(tuple(prompt), tuple(text[len(prompt) :]), self.positions(text, len(prompt)), path, self.k)
+        _, hidden, kv = self.read(text)
+        at = range(len(prompt), len(text) - self.k)
+        drafts = self.draft(text, hidden, kv, at) if at else []
+        accepted = tuple(_agreeing(row, text[n + 1 :]) for n, row in zip(at, drafts, strict=True))
+        return Found(tuple(text[len(prompt) :]), accepted, path)
 
 
 def _agreeing(drafts: Sequence[int], following: Sequence[int]) -> int:
-    for count, (draft, token) in enumerate(zip(drafts, following, strict=False)):
-        if draft != token:
-            return count
-    return len(drafts)
+    pairs = enumerate(zip(drafts, following, strict=False))
+    return next((count for count, (draft, token) in pairs if draft != token), len(drafts))
 
 
 def evaluate(
@@ -147,16 +131,14 @@ def evaluate(
     return [evaluator.found(prompt, new_tokens) for prompt in prompts]
 
 
-def bootstrap(
-    before: Sequence[Found], after: Sequence[Found], draws: int = 2000, seed: int = 0
-) -> dict[str, tuple[float, float, float]]:
+def bootstrap(before: Sequence[Found], after: Sequence[Found]) -> dict[str, tuple[float, float, float]]:
     """Changes with 95 % bounds (value, low, high), texts drawn again with replacement.
 
     ``teacher_forced`` is the difference over all positions; ``rounds`` how many rounds there were before for one
     after.
     """
     pairs = [pair for pair in zip(before, after, strict=True) if pair[0].accepted]
-    generator = random.Random(seed)
+    generator, draws = random.Random(0), 2000
 
     def changes(chosen: Sequence[tuple[Found, Found]]) -> tuple[float, float]:
         positions = sum(len(old.accepted) for old, _ in chosen)

@@ -15,7 +15,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -39,13 +39,11 @@ PUBLISHED_ITEMS = {
 }
 """What the header of E2B of May says of its file; the uuid is made up."""
 
+Memory = BytesSource
 P = ParamSpec("P")
 _HEADER_START = 32
 _STRING_VALUE = 9
 _MODEL, _EXECUTOR_METADATA = 3, 9
-
-
-Memory = BytesSource
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ def without_drafter(path: Path, model_type: str) -> bytes:
 
 
 def is_drafter(part: Part) -> bool:
-    """Whether a section is called a drafter."""
     return part.items.get("model_type") == DRAFTER["model_type"]
 
 
@@ -103,7 +100,6 @@ def bundle(
     version: tuple[int, int, int] = (1, 7, 0),
     ranges: Sequence[tuple[int, int]] | None = None,
     header_end: int | None = None,
-    magic: bytes = b"LITERTLM",
 ) -> bytes:
     """A ``.litertlm`` of ``parts``.
 
@@ -119,7 +115,7 @@ def bundle(
     end = _HEADER_START + len(listing)
     assert end <= ALIGNMENT, "the header of a test's bundle fits its first page"
     result = bytearray(places[-1][1] if places else end)
-    struct.pack_into("<8s3I4xQ", result, 0, magic, *version, end if header_end is None else header_end)
+    struct.pack_into("<8s3I4xQ", result, 0, b"LITERTLM", *version, end if header_end is None else header_end)
     result[_HEADER_START:end] = listing
     for part, (begin, stop) in zip(parts, places, strict=True):
         result[begin:stop] = part.data
@@ -188,11 +184,7 @@ def on_model(function: Callable[Concatenate[Any, P], object]) -> Callable[P, Cal
     return lambda *given, **named: lambda model: function(model, *given, **named)
 
 
-@cache
-def code_names() -> dict[int, str]:
-    """Builtin operator id → name."""
-    return {v: k for k, v in vars(schema.BuiltinOperator).items() if isinstance(v, int)}
-
+_CODE_NAMES = {number: name for name, number in vars(schema.BuiltinOperator).items() if isinstance(number, int)}
 
 DTYPES: dict[int, np.dtype[Any]] = {
     getattr(schema.TensorType, name.upper()): np.dtype(name)
@@ -209,7 +201,7 @@ def type_of(dtype: npt.DTypeLike) -> int:
 def kind(model: Any, op: Any) -> str:
     """Name of the builtin that ``op`` is."""
     code = model.operatorCodes[op.opcodeIndex]
-    return code_names()[max(code.builtinCode, code.deprecatedBuiltinCode)]
+    return _CODE_NAMES[max(code.builtinCode, code.deprecatedBuiltinCode)]
 
 
 def added(things: list[Any], thing: Any) -> int:

@@ -22,5 +22,4 @@ STORED = (
 
 
 def variant(name: str) -> Path:
-    """The drafter called ``name``."""
     return HERE / "variants" / f"{name}.tflite"

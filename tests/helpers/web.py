@@ -44,9 +44,7 @@ class Page(HTMLParser):
             self.texts.append((tuple(self._open), data))
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
-        """Attributes of the elements of this tag."""
         return [attributes for name, attributes in self.elements if name == tag]
 
     def within(self, tag: str) -> list[str]:
-        """Texts within elements of this tag."""
         return [text for around, text in self.texts if tag in around]

@@ -80,7 +80,10 @@ def test_an_overwrite_for_which_the_disk_has_no_room_keeps_the_old(tmp_path: Pat
     assert command(*again).returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
 
-    limit = cpu_limit(60, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    def limit() -> None:
+        cpu_limit(60)()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
     done = command(*again, preexec_fn=limit)
 
     assert (done.returncode, "cannot be written" in done.stderr) == (1, True)

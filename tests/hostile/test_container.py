@@ -101,7 +101,7 @@ HEADERS: dict[str, tuple[Callable[[], bytes], type[MtpExtractError], str]] = {
     "drafter cut": (lambda: _claiming({1: (2 * ALIGNMENT, 2 * ALIGNMENT + SIZE // 2)}), FormatError, "offset leads to"),
     "no sections": (lambda: bundle([]) + b"\0" * ALIGNMENT, NoDrafterError, "Models in it: none"),
     "no drafter": (lambda: bundle([PARTS[0], PARTS[2]]), NoDrafterError, "no section holds"),
-    "no magic": (lambda: bundle([PARTS[0]], magic=b"LITERTLN"), NoDrafterError, "first bytes 4c 49 54 45 52 54 4c 4e"),
+    "no magic": (lambda: b"LITERTLN" + bundle([PARTS[0]])[8:], NoDrafterError, "first bytes 4c 49 54 45 52 54 4c 4e"),
 }
 
 

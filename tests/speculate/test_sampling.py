@@ -70,7 +70,7 @@ def test_draw_never_takes_an_impossible_token() -> None:
     random = torch.Generator().manual_seed(0)
     found = torch.bincount(draw(weights.expand(5_000, -1), random), minlength=5)
     assert found[[0, 2, 4]].sum() == 0
-    assert chi_square(found.tolist(), weights.tolist())[1] > CALM
+    assert chi_square(found.tolist(), weights.tolist()) > CALM
     assert draw(torch.tensor([[0.0, 1e-30, 0.0]]), random).tolist() == [1]
 
 
@@ -151,7 +151,7 @@ def compute_p_value(kind: str, drafts: Drafts) -> float:
     expected = [compute_exact()[tokens] for tokens in common] + [sum(compute_exact()[tokens] for tokens in rare)]
     assert len(common) > 8
     total = sum(expected)
-    return chi_square(observed, [share / total for share in expected])[1]
+    return chi_square(observed, [share / total for share in expected])
 
 
 @pytest.mark.parametrize("drafts", [3, DraftTree.parse("3x2"), AdaptiveDrafts(most=3, cost_ratio=0.05)], ids=str)
