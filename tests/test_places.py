@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.killing import killed_at
-from helpers.record_document import TUNING
+from helpers.record_document import TUNING, read_files
 
 from mtp_extract import convert, extract, validate
 from mtp_extract.errors import MtpExtractError, OutputError
@@ -21,10 +21,6 @@ from mtp_extract.pipeline.check import CheckpointDirectory, list_recorded_files
 from mtp_extract.tuning.pair import write_result
 from mtp_extract.tuning.plan import TuningPlan
 from mtp_extract.validation.plan import ValidationPlan
-
-
-def state(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture
@@ -67,7 +63,7 @@ def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
     """A download of gigabytes beside what was made of it before."""
     bundle = Path(shutil.copy(sample, mine / "gemma.litertlm"))
     (mine.parent / "link").symlink_to(bundle)
-    before = state(mine)
+    before = read_files(mine)
     with pytest.raises(OutputError, match=r"mine: holds .*, which is read"):
         extract(mine.parent / "link", mine, overwrite=True)
     # Even where the record says that it is its own.
@@ -76,47 +72,47 @@ def test_the_bundle_that_is_read_stays(sample: Path, mine: Path) -> None:
     (mine / "extraction.json").write_text(json.dumps(record))
     with pytest.raises(OutputError, match="is read"):
         extract(bundle, mine, overwrite=True)
-    assert {**state(mine), "extraction.json": before["extraction.json"]} == before
+    assert {**read_files(mine), "extraction.json": before["extraction.json"]} == before
 
 
 @pytest.mark.parametrize("record", ["{", "[]", "{}", '{"files": 5}', '{"files": {}}'])
 def test_a_record_that_lists_nothing_gives_nothing_away(sample: Path, mine: Path, record: str) -> None:
     (mine / "extraction.json").write_text(record)
-    before = state(mine)
+    before = read_files(mine)
     with pytest.raises(OutputError, match="not replaced"):
         extract(sample, mine, overwrite=True)
-    assert state(mine) == before
+    assert read_files(mine) == before
 
 
 def test_a_directory_is_not_converted_into_itself(mine: Path, tmp_path: Path) -> None:
     """F32 with codes became BF16 without, unasked."""
     (tmp_path / "link").symlink_to(mine)
     gguf = convert(mine, tmp_path / "gguf", format="gguf").directory
-    before = state(tmp_path)
+    before = read_files(tmp_path)
     cases = [(source, mine, "transformers") for source in (mine, tmp_path / "link", mine / "model.safetensors")]
     for source, out, name in [*cases, (gguf, gguf, "gguf"), (next(gguf.glob("*.gguf")), gguf, "gguf")]:
         with pytest.raises(OutputError, match="is read and stays"):
             convert(source, out, format=name, overwrite=True)
     with pytest.raises(OutputError, match="lies inside"):
         convert(mine, mine / "codes", format="transformers", overwrite=True)
-    assert state(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_a_bundle_is_not_put_over_what_is_read(sample: Path, base: Path, mine: Path, tmp_path: Path) -> None:
     own = Path(shutil.copy(sample, tmp_path / "own.litertlm"))
     weights = Path(shutil.copytree(base, tmp_path / "base"))
-    before = state(tmp_path)
+    before = read_files(tmp_path)
     files = (mine, own), (mine, mine / "model.safetensors"), (mine, mine / "new.litertlm"), (weights, own)
     for source, out in (*files, (weights, weights / "model.safetensors")):
         with pytest.raises(OutputError, match="is read"):
             insert(source, own, out)
     with pytest.raises(OutputError, match="not a file"):
         insert(mine, own, weights)
-    assert state(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_a_tuning_keeps_what_it_reads_and_its_work(mine: Path, extracted: Path, tmp_path: Path) -> None:
-    before = state(tmp_path)
+    before = read_files(tmp_path)
     base = Path(shutil.copytree(extracted, tmp_path / "base"))
     places = {mine: "is read", base: "holds .*, which is read", mine / "new": "lies inside"}
     for out, match in places.items():
@@ -127,7 +123,7 @@ def test_a_tuning_keeps_what_it_reads_and_its_work(mine: Path, extracted: Path, 
             tune(mine, tmp_path / "out", work=tmp_path / work)
         assert caught.value.remedies == ("out", "work")
     shutil.rmtree(base)
-    assert state(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_reports_keep_what_they_read(mine: Path, tmp_path: Path) -> None:
@@ -157,7 +153,7 @@ def test_killed(name: str, there: bool, sample: Path, extracted: Path, tmp_path:
     out.parent.mkdir()
 
     def found() -> dict[str, bytes] | bytes | None:
-        return None if not out.exists() else state(out) if out.is_dir() else out.read_bytes()
+        return None if not out.exists() else read_files(out) if out.is_dir() else out.read_bytes()
 
     work = partial(COMMANDS[name], sample, extracted, out)
     work()

@@ -1,4 +1,4 @@
-"""Documents for tests that extract and measure nothing; and a record made to agree with what lies there."""
+"""Documents for tests that extract and measure nothing; what lies in a directory, and a record that agrees with it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import Any
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
+def read_files(directory: Path) -> dict[str, bytes]:
+    """All files there, by their relative paths."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
 def forge(directory: Path) -> None:
     """Make the record list what lies there, as it is: whoever changes a file can change the sums."""
     path = directory / "extraction.json"
     record = json.loads(path.read_text())
-    for file in (one for one in sorted(directory.rglob("*")) if one.is_file() and one != path):
-        data = file.read_bytes()
-        entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        record["files"][file.relative_to(directory).as_posix()] = entry
+    for name, data in read_files(directory).items():
+        record["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    del record["files"]["extraction.json"]
     path.write_text(json.dumps(record))
 
 

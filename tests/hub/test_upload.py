@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from helpers.commands import run
 from helpers.first_pair import first_bundle
 from helpers.hub_fixtures import text_of
 from helpers.hub_server import SIGNATURE, TOKEN, Content, HubServer, Repo
-from helpers.record_document import REPORT
+from helpers.record_document import REPORT, read_files
 from seam import verify
 
 import mtp_extract
@@ -31,12 +32,6 @@ NAME = "org/drafter"
 @pytest.fixture
 def directory(extracted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(extracted, tmp_path / "drafter"))
-
-
-def read_directory(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
 
 
 def read_stored(hub: HubServer, name: str = NAME) -> dict[str, object]:
@@ -62,11 +57,11 @@ def expect_refusal(directory: Path, name: str = NAME, kind: type[MtpExtractError
 
 def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
     result = upload(directory, NAME)
-    assert read_stored(hub) == read_directory(directory)
+    assert read_stored(hub) == read_files(directory)
     assert hub.repos[NAME].private
     assert result.created
     assert (result.commit, result.url) == (hub.repos[NAME].commit, f"{hub.url()}/{NAME}")
-    assert set(result.sent) == {file.path for file in result.files} == set(read_directory(directory))
+    assert set(result.sent) == {file.path for file in result.files} == set(read_files(directory))
     assert {request.authorization for request in hub.requests if request.server == "storage"} == {None}
     upload(directory, "org/public", private=False)
     assert not hub.repos["org/public"].private
@@ -79,23 +74,23 @@ def test_what_arrives_is_the_directory(hub: HubServer, directory: Path) -> None:
 
 def test_a_dry_run_asks_nobody(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    before = read_directory(directory)
+    before = read_files(directory)
     result = upload(directory, NAME, dry_run=True)
     assert hub.requests == []
     assert result.commit is None
-    assert read_directory(directory) == before
+    assert read_files(directory) == before
     files = {file.path: (file.size, file.sha256) for file in result.files}
     assert files == {path: (len(data), Content.of(data).sha256) for path, data in before.items()}
 
 
 def test_the_figures_of_a_report_go_into_the_card(hub: HubServer, directory: Path, tmp_path: Path) -> None:
     (directory / "report.json").write_text(json.dumps(REPORT))
-    before = read_directory(directory)
+    before = read_files(directory)
     planned = {file.path: file.sha256 for file in upload(directory, NAME, dry_run=True).files}
     result = upload(directory, NAME)
     assert {file.path: file.sha256 for file in result.files} == planned
     # The local directory is unchanged, and the published one is complete.
-    assert read_directory(directory) == before
+    assert read_files(directory) == before
     published = {path: data for path, data in read_stored(hub).items() if isinstance(data, bytes)}
     card = published["README.md"].decode()
     assert REPORT["verdict"] in card
@@ -118,7 +113,7 @@ def test_an_interrupted_upload_is_resumed(hub: HubServer, directory: Path) -> No
     hub.faults.clear()
     hub.requests.clear()
     upload(directory, NAME)
-    assert read_stored(hub) == read_directory(directory)
+    assert read_stored(hub) == read_files(directory)
     assert [request for request in hub.requests if request.method == "PUT"] == []
 
 
@@ -134,7 +129,7 @@ def test_storage_that_fails(hub: HubServer, directory: Path, fault: dict[str, in
     hub.faults.clear()
     hub.fault("put", status=503, times=2)
     upload(directory, NAME)
-    assert read_stored(hub) == read_directory(directory)
+    assert read_stored(hub) == read_files(directory)
 
 
 LIMIT = "Private repository storage limit reached, please upgrade your plan to increase it"
@@ -198,7 +193,7 @@ def test_a_repository_with_other_content(hub: HubServer, directory: Path, path: 
     assert path in expect_refusal(directory)
     assert list_writes(hub) == []
     result = upload(directory, NAME, force=True)
-    assert {**read_stored(hub), "notes.txt": b""} == {**read_directory(directory), "notes.txt": b""}
+    assert {**read_stored(hub), "notes.txt": b""} == {**read_files(directory), "notes.txt": b""}
     assert not result.created
 
 
@@ -223,10 +218,8 @@ def test_who_may_not_send(
 
 
 def test_a_server_that_quotes_the_token(hub: HubServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quote_token(*args: object, **options: object) -> None:
-        raise RuntimeError(f"bad header Bearer {TOKEN} for https://x.test/y?sig={SIGNATURE} (1)")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", quote_token)
+    failure = RuntimeError(f"bad header Bearer {TOKEN} for https://x.test/y?sig={SIGNATURE} (1)")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", Mock(side_effect=failure))
     assert expect_refusal(directory) == (
         "org/drafter: the upload failed: bad header … for https://x.test/y (1). Run it again: it resumes. "
         "The repository was created on the way (private)."
@@ -271,7 +264,7 @@ def test_hidden_files_stay_here(hub: HubServer, directory: Path) -> None:
     (directory / ".env").write_text("HF_TOKEN=…")
     (directory.parent / "latest").symlink_to(directory)
     upload(directory.parent / "latest", NAME)
-    assert {**read_stored(hub), ".env": b""} == {**read_directory(directory), ".env": b""}
+    assert {**read_stored(hub), ".env": b""} == {**read_files(directory), ".env": b""}
     assert ".env" not in read_stored(hub)
     # A file in it stands for the directory, too.
     assert upload(directory / "model.safetensors", NAME).sent == ()

@@ -9,9 +9,11 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers.killing import killed_everywhere
+from helpers.record_document import read_files
 
 from mtp_extract.errors import OutputError
 from mtp_extract.io import threads
@@ -30,10 +32,6 @@ def fill(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -45,13 +43,12 @@ def place(tmp_path: Path) -> Path:
 
 def check_refused(place: Path, match: str, *inputs: object, listed: OwnFiles | None = LISTED) -> None:
     """Check that ``place`` is refused before any work and when it is written, and that nothing changes."""
-    before = read_files(place) if place.is_dir() else place.exists() and place.read_bytes()
+    before = read_files(place.parent), list_names(place.parent)
     with pytest.raises(OutputError, match=match):
         check_place(place, overwrite=True, inputs=inputs, listed=listed)  # type: ignore[arg-type]
     with pytest.raises(OutputError, match=match), stage_output(place, overwrite=True, inputs=inputs, listed=listed):  # type: ignore[arg-type]
         raise AssertionError
-    assert before == (read_files(place) if place.is_dir() else place.exists() and place.read_bytes())
-    assert not [name for name in list_names(place.parent) if name.endswith(".partial")]
+    assert (read_files(place.parent), list_names(place.parent)) == before
 
 
 def write_new(place: Path) -> None:
@@ -241,12 +238,8 @@ def test_a_disk_that_cannot_keep_it(place: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The error is raised before any work, and cleaning up afterwards does not hide it."""
-
-    def refuse(*arguments: object, **named: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     for call in ("mkdir", "unlink", "rmdir"):
-        monkeypatch.setattr(os, call, refuse)
+        monkeypatch.setattr(os, call, Mock(side_effect=OSError(number, os.strerror(number))))
     for listed in (LISTED, None):
         with pytest.raises(OutputError, match=f"x: cannot be written: {os.strerror(number)}"):
             check_place(tmp_path / "x", overwrite=False, listed=listed)
@@ -351,12 +344,8 @@ def test_a_run_that_ends_while_another_takes_its_lock(place: Path, monkeypatch: 
 
 def test_a_file_system_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without locks nothing tells whether another run is at work: nothing is written or removed."""
-
-    def refuse(fd: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     fill(place.parent / ".x.partial", {"mtp-extract": b"", "new/weights": b"half"})
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     with pytest.raises(OutputError, match="No locks available"):
         write_new(place)
     assert read_files(place.parent / ".x.partial") == {"mtp-extract": b"", "new/weights": b"half"}
