@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.beside import beside
-from helpers.random_pairs import PROMPTS, random_base, random_drafter
+from helpers.random_pairs import PROMPTS, beside, random_base, random_drafter
 
 from mtp_extract.drafter.load import load_drafter
 from mtp_extract.drafter.mtp import LITERT, TRANSFORMERS, Convention, FaultyDrafter

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
 
 from mtp_extract.architecture import list_shapes
 from mtp_extract.architecture.config import FULL, SLIDING, DrafterConfig, LayerConfig, RopeConfig
+from mtp_extract.drafter.load import Network
 from mtp_extract.drafter.mtp import MtpDrafter
 from mtp_extract.drafter.network import build_network
 from mtp_extract.speculate.loop import SpeculativeGenerator
+from mtp_extract.speculate.target import Base
+from mtp_extract.tuning.plan import TuningPlan
 
 PROMPTS = (
     "class Foo(object):",
@@ -122,3 +127,9 @@ def random_drafter(base: Any, seed: int = 1, **changes: Any) -> MtpDrafter:
     }
     torch.manual_seed(seed)
     return MtpDrafter(DrafterConfig(**(settings | changes))).eval().requires_grad_(False)
+
+
+def beside(plan: TuningPlan, base: Base, drafter: Network | None, **more: Any) -> Any:
+    """Both in memory, in the place of a :class:`~mtp_extract.tuning.pair.Pair` that is loaded from directories."""
+    parts = {"plan": plan, "base": base, "drafter": drafter, "accelerator": Accelerator(cpu=True), **more}
+    return SimpleNamespace(**parts)

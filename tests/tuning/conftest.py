@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.beside import beside
-from helpers.random_pairs import random_base, random_drafter
+from helpers.random_pairs import beside, random_base, random_drafter
 from helpers.reporters import Recorder
 from helpers.threads import single_thread  # noqa: F401 - a fixture
 

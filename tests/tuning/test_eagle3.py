@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.beside import beside
 from helpers.random_heads import asked_for
-from helpers.random_pairs import KINDS, base_alone, random_base
+from helpers.random_pairs import KINDS, base_alone, beside, random_base
 from helpers.schemas import validator
 from safetensors.torch import load_file
 from seam import verify
