@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +21,30 @@ IN_PROCESS = ("transformers", "mlx-vlm")
 """Those that need no program of their own."""
 
 
-class Counted:
-    """What an engine said of each format; each is run once."""
-
-    def __init__(self, base: Path, drafter: engines.Drafter) -> None:
-        self._base, self._drafter = base, drafter
-        self._told: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def told(self, engine: str, format_: str) -> dict[str, Any]:
-        """What the engine's script returns for the sample in ``format_``."""
-        if (engine, format_) not in self._told:
-            module, script, _ = engines.SCRIPTED[engine]
-            pytest.importorskip(module)
-            check = importlib.import_module(f"_engines.{script}").check
-            directory = self._drafter.written(format_)
-            self._told[engine, format_] = check(str(self._base), str(directory), engines.PROMPT, engines.TOKENS)
-        return self._told[engine, format_]
+Ask = Callable[[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def counted(sample: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    return Counted(base, engines.Drafter(sample, tmp_path_factory.mktemp("formats")))
+def ask(sample: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """What an engine's script returns for the sample in a format; each is run once."""
+    drafter = engines.Drafter(sample, tmp_path_factory.mktemp("formats"))
+
+    @cache
+    def run_one(engine: str, format_: str) -> dict[str, Any]:
+        module, script, _ = engines.SCRIPTED[engine]
+        pytest.importorskip(module)
+        check = importlib.import_module(f"_engines.{script}").check
+        told: dict[str, Any] = check(str(base), str(drafter.written(format_)), engines.PROMPT, engines.TOKENS)
+        return told
+
+    return run_one
 
 
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
 @pytest.mark.parametrize("engine", IN_PROCESS)
-def test_the_f32_checkpoint(engine: str, counted: Counted) -> None:
+def test_the_f32_checkpoint(engine: str, ask: Ask) -> None:
     """Google's runtime reports a rate of 0.66 for the same pair and prompt."""
-    told = counted.told(engine, engines.F32)
+    told = ask(engine, engines.F32)
     assert told["identical"]
     assert told["drafted"] > 100
     assert abs(told["accepted"] / told["drafted"] - 0.66) < 0.05, told
@@ -57,8 +55,8 @@ def test_the_f32_checkpoint(engine: str, counted: Counted) -> None:
     ("engine", "format_"),
     [(name, kept) for name in IN_PROCESS for kept in engines.SCRIPTED[name][2][1:]],
 )
-def test_a_format_that_keeps_the_integers(engine: str, format_: str, counted: Counted) -> None:
-    expected, told = counted.told(engine, engines.F32), counted.told(engine, format_)
+def test_a_format_that_keeps_the_integers(engine: str, format_: str, ask: Ask) -> None:
+    expected, told = ask(engine, engines.F32), ask(engine, format_)
     assert told["identical"]
     assert told["text"] == expected["text"]
     assert (told["accepted"], told["drafted"]) == (expected["accepted"], expected["drafted"])

@@ -28,15 +28,10 @@ WINDOW = 16
 """Of the base and drafter that build_sample.py makes."""
 
 
-def made(kind: str, count: int = 50) -> list[Task]:
+def made(kind: str) -> list[Task]:
     draw = random.Random(5)
     (function,) = (function for function in KINDS if function.__name__ == kind)
-    return [function(draw, CODE) for _ in range(count)]
-
-
-def fewest_tokens(text: str) -> int:
-    """Capitals, digits and ends of lines are tokens of their own; whatever else there is makes it more."""
-    return len(re.findall(r"[A-Z0-9\n]", text))
+    return [function(draw, CODE) for _ in range(50)]
 
 
 @pytest.mark.parametrize("kind", [function.__name__ for function in KINDS])
@@ -81,7 +76,8 @@ def test_keys_are_recalled_from_beyond_the_window() -> None:
     for task in made("recall"):
         for answer in task.answer.splitlines():
             since = task.prompt[task.prompt.index(f"\n{answer}\n") + 1 :] + task.answer[: task.answer.index(answer)]
-            distances.append(fewest_tokens(since))
+            # Capitals, digits and ends of lines are tokens of their own; whatever else there is makes it more.
+            distances.append(len(re.findall(r"[A-Z0-9\n]", since)))
     assert sum(distance > WINDOW for distance in distances) > 0.95 * len(distances)
     assert max(distances) > 4 * WINDOW
 
