@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import numpy as np
@@ -44,14 +45,11 @@ from mtp_extract.pipeline import extraction
 
 SERVER = "http://localhost:8000"
 HUB = "https://huggingface.co"
-MISTAKES = Path(__file__).with_suffix(".json").with_stem("mistakes")
 NEED_TORCH = ("mtp-validate drafter --base", "mtp-validate gemma", "mtp-tune", "mtp-doctor drafter")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One call that fails."""
-
     what: str  # was done wrong
     line: str  # the command, in ``folder``
     says: str  # what it prints behind "error: "; "…" stands for what is another with another file
@@ -160,10 +158,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*where: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "write_all", full)
+    monkeypatch.setattr(files, "write_all", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
 
 
 @pytest.fixture
@@ -175,14 +170,13 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def _cases() -> Iterator[object]:
-    for entry in chain.from_iterable(json.loads(MISTAKES.read_text("utf-8")).values()):
-        mistake = Mistake(**entry)
-        marks = [pytest.mark.torch] if mistake.line.startswith(NEED_TORCH) else []
-        yield pytest.param(mistake, id=mistake.line, marks=marks)
+CASES = [
+    pytest.param(Mistake(**entry), id=entry["line"], marks=[pytest.mark.torch] * entry["line"].startswith(NEED_TORCH))
+    for entry in chain.from_iterable(json.loads(Path(__file__).with_name("mistakes.json").read_text("utf-8")).values())
+]
 
 
-@pytest.mark.parametrize("mistake", list(_cases()))
+@pytest.mark.parametrize("mistake", CASES)
 def test_what_a_mistake_says(
     mistake: Mistake, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,11 +211,7 @@ def raises() -> None:
 
 def is_lost() -> None:
     """The handler as Python calls it in the callback of a weak reference, which drops what is raised."""
-
-    class Held:
-        pass
-
-    held = Held()
+    held = set[str]()
     watched = weakref.ref(held, lambda _: raises())
     del held
     assert watched() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -208,10 +209,7 @@ def test_storage_that_fails_in_its_own_library_is_told_as_such(
     published: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """hf_xet raises RuntimeError for it."""
-
-    def fail(*given: object, **options: object) -> None:
-        raise RuntimeError(f"CAS error: 503 for https://cas.test/x?sig={TOKEN}")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    failure = RuntimeError(f"CAS error: 503 for https://cas.test/x?sig={TOKEN}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=failure))
     with pytest.raises(SourceError, match=r"the storage failed: CAS error: 503 for https://cas\.test/x \(attempt 5"):
         fetch_checkpoint(REPO)

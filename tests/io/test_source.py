@@ -14,8 +14,6 @@ DATA = random.Random(2).randbytes(3 * PAGE + 100)
 
 
 class Counted(BytesSource):
-    """A source that counts how often it is read."""
-
     reads = 0
 
     def read(self, offset: int, length: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from seam import MtpExtractError
@@ -45,9 +46,6 @@ def test_inputs_make_drafters_that_are_sound_damaged_and_none_at_all(
 def test_another_error_and_words_that_cannot_be_read_are_findings(
     fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
-    def fail(source: Any) -> None:
-        raise fault
-
-    monkeypatch.setattr(fuzz, "prove", fail)
+    monkeypatch.setattr(fuzz, "prove", Mock(side_effect=fault))
     with pytest.raises((ValueError, AssertionError)):
         fuzz.run_case(b"")
