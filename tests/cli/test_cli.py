@@ -17,6 +17,7 @@ import pytest
 from helpers.commands import run, run_here
 from helpers.variant_files import variant
 from seam import read_prompts
+from typer import Typer
 from typer.testing import CliRunner
 
 import mtp_extract
@@ -80,26 +81,27 @@ def test_the_one_name_by_itself(arguments: list[str], status: int, said: str) ->
     assert re.search(said, result.output)
 
 
-def test_a_shell_completes_commands_options_and_choices() -> None:
-    def completed(words: str) -> list[str]:
-        environment = {"_MTP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        return RUNNER.invoke(main.app, [], prog_name="mtp", env=environment).output.split()
-
-    assert completed("mtp in") == ["inspect", "insert"]
-    assert completed("mtp inspect --ag") == ["--against"]
-    assert completed("mtp extract a --for g") == ["gguf", "gemma"]
-    assert completed("mtp ") == list(COMMANDS)
+@pytest.mark.parametrize(
+    ("app", "words", "completed"),
+    [
+        (main.app, "mtp in", ["inspect", "insert"]),
+        (main.app, "mtp inspect --ag", ["--against"]),
+        (main.app, "mtp extract a --for g", ["gguf", "gemma"]),
+        (main.app, "mtp ", [*COMMANDS]),
+        (inspect.app, "mtp-inspect --ag", ["--against"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(app: Typer, words: str, completed: list[str]) -> None:
+    program = words.partition(" ")[0]
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    environment = {variable: "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert RUNNER.invoke(app, [], prog_name=program, env=environment).output.split() == completed
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_the_version(name: str) -> None:
     result = RUNNER.invoke(import_command(name).app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"mtp-extract {__version__}\n")
-
-
-def test_a_shell_completes_a_command_by_its_own_name() -> None:
-    environment = {"_MTP_INSPECT_COMPLETE": "complete_bash", "COMP_WORDS": "mtp-inspect --ag", "COMP_CWORD": "1"}
-    assert RUNNER.invoke(inspect.app, [], prog_name="mtp-inspect", env=environment).output.split() == ["--against"]
 
 
 def test_on_windows_a_command_ends_in_one_line() -> None:
