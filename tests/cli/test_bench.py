@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -365,10 +365,6 @@ def windows(*answers: tuple[int | None, float, float | None]) -> list[Window]:
     return [Window([one], 4.0, Counters(), False) for one in asked]
 
 
-def side(done: Sequence[Window]) -> Side:
-    return measure_side(done, {"code"})
-
-
 def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     fast, slow = windows((11, 1.0, 0.5), (21, 1.0, 0.1)), windows((11, 4.0, 0.5), (41, 6.0, 0.5))
     found = compute_figures({"server": fast, "baseline": slow}, {"code"}, compared=False)
@@ -390,15 +386,15 @@ def test_speed_is_tokens_after_the_first_over_their_time() -> None:
     "odd", [windows(one)[0] for one in ((1, 0.0, 0.5), (0, 0.0, None), (None, 1.0, 0.5), (9, 0.0, 0.5))]
 )
 def test_answers_without_a_speed(odd: Window) -> None:
-    alone = side([odd])
+    alone = measure_side([odd], {"code"})
     assert (alone.tokens_per_s, alone.tpot_ms) == (Figure(None, 0), None)
     odd = replace(odd, requests=[replace(odd.requests[0], prompt=1)])
-    assert side([*windows((11, 2.0, 0.5)), odd]).tokens_per_s.value == 5
+    assert measure_side([*windows((11, 2.0, 0.5)), odd], {"code"}).tokens_per_s.value == 5
 
 
 def test_latency_is_as_vllm_has_it() -> None:
     """By NumPy's percentiles, of what the definitions of `vllm bench serve` come to."""
-    found = side(windows(*((count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))))
+    found = measure_side(windows(*((count, 0.4 * count, 0.5 + count) for count in (2, 3, 5))), {"code"})
     expected = {"ttft_ms": np.array([2500, 3500, 5500]), "tpot_ms": np.array([800 / 1, 1200 / 2, 2000 / 4])}
     for name, values in expected.items():
         latency = getattr(found, name)

@@ -67,19 +67,13 @@ def test_a_line_goes_on_between_words(capsys: pytest.CaptureFixture[str], monkey
     assert (begin, end) == ("{", "}") and text in middle
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def on_screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def on_screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """stderr, 60 characters wide; pytest puts its own in place when a test begins."""
     for name, value in (("COLUMNS", "60"), ("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    screen = Terminal()
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
     return screen
 
