@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.commands import run_here
-from helpers.documents import LEFT_OUT, ROOT, Block, Command, anchors, blocks, commands, links, unlike
+from helpers.documents import LEFT_OUT, ROOT, Command, anchors, blocks, commands, links, unlike
 from helpers.hub_fixtures import E4B as HUB
 from helpers.hub_fixtures import hub, published_repository  # noqa: F401 - a fixture
 from helpers.hub_server import HubServer
@@ -48,19 +48,11 @@ NOT_RUN = {
 """Commands of this package whose options are read and checked, and no more."""
 
 PROGRAMS = {
-    "vllm": "wants a GPU; scripts/engines.py runs what it can",
-    "llama-server": "another program; scripts/engines.py runs it where it is installed",
-    "python": "a script of minutes, or another program",
-    "ollama": "another program",
-    "trtllm-serve": "another program, wants a GPU",
-    "litert-lm": "another program; scripts/engines.py runs it",
-    "python3": "installs; what runs the tests has done so",
-    ".venv/bin/pip": "installs",
-    ".venv/bin/pytest": "runs these tests",
-    ".venv/bin/python": "a script of minutes",
-    "bash": "runs these tests",
+    *("vllm", "llama-server", "ollama", "trtllm-serve", "litert-lm"),  # scripts/engines.py runs those that are here
+    *("python", ".venv/bin/python", "bash", ".venv/bin/pytest"),  # scripts of minutes, and these tests
+    *("python3", ".venv/bin/pip"),  # installations
 }
-"""What a line begins with that is not this package's → why it is not run."""
+"""What a line begins with that is not this package's."""
 
 FLAGS = {
     "vllm": "--speculative-config",
@@ -141,14 +133,9 @@ def called(command: Command) -> tuple[str, list[str]] | None:
     return None
 
 
-def reason(command: Command) -> str | None:
-    """Why it is not run."""
+def is_run(command: Command) -> bool:
     own = called(command)
-    if own is None:
-        first = command.words[0]
-        return PROGRAMS[first] if first != "mtp" else "help"
-    text = " ".join([f"mtp-{own[0]}", *own[1]])
-    return next((why for pattern, why in NOT_RUN.items() if re.match(pattern, text)), None)
+    return own is not None and not any(re.match(pattern, " ".join([f"mtp-{own[0]}", *own[1]])) for pattern in NOT_RUN)
 
 
 def check(command: Command, desk: Desk) -> None:
@@ -171,7 +158,6 @@ def check(command: Command, desk: Desk) -> None:
     for word in words:
         if re.match(r"[\w./-]*drafter[\w*./-]*$", word) and not word.startswith("-"):
             assert list(desk.here.glob(word)), f"{command.at}: {word}"
-    for word in words:
         path = word.removeprefix("./").split("::")[0]
         if re.match(r"(scripts|tests|docs)/", path):
             assert (ROOT / path).exists(), f"{command.at}: {path}"
@@ -217,12 +203,11 @@ def test_blocks_run(
         if block.language == "python":
             desk.provide(block.text)
             exec(compile(block.text, str(block), "exec"), desk.names)
-        elif block.language in ("sh", "console"):
-            for command in commands(block):
-                if reason(command) is None:
-                    printed.append((command, run(command, desk, servers)))
-                else:
-                    check(command, desk)
+        for command in commands(block):
+            if is_run(command):
+                printed.append((command, run(command, desk, servers)))
+            else:
+                check(command, desk)
     if request.config.getoption("--refresh-blocks"):
         refresh(page, printed)
         return
@@ -253,17 +238,13 @@ def refresh(page: Path, printed: list[tuple[Command, list[str]]]) -> None:
 
 def test_every_reason_is_needed() -> None:
     """What no block has any more has no place in the tables."""
-    found = [command for page in RUN for block in blocks(page) if block.language != "python" for command in told(block)]
+    found = [command for page in RUN for block in blocks(page) for command in commands(block)]
     lines = [" ".join([f"mtp-{own[0]}", *own[1]]) for command in found if (own := called(command))]
     assert not [pattern for pattern in NOT_RUN if not any(re.match(pattern, line) for line in lines)]
     firsts = {command.words[0] for command in found if called(command) is None}
-    assert set(PROGRAMS) == firsts
+    assert firsts == PROGRAMS
     words = {word for command in found for word in command.words}
     assert not {flag for flags in FLAGS.values() for flag in flags.split()} - words
-
-
-def told(block: Block) -> list[Command]:
-    return list(commands(block)) if block.language in ("sh", "console") else []
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
@@ -292,13 +273,8 @@ def test_form(page: Path) -> None:
 
 
 def options() -> set[str]:
-    """Of all commands."""
-    found = {"--help", "-h"}
-    for name in COMMANDS:
-        found |= {
-            flag for one in get_command(import_command(name).app).params for flag in (*one.opts, *one.secondary_opts)
-        }
-    return found
+    parameters = [one for name in COMMANDS for one in get_command(import_command(name).app).params]
+    return {"--help", "-h", *(flag for one in parameters for flag in (*one.opts, *one.secondary_opts))}
 
 
 FOREIGN = {
@@ -318,8 +294,8 @@ def test_options_that_are_named_exist(page: Path) -> None:
 
 
 def test_every_command_is_shown() -> None:
-    shown = {own[0] for page in RUN for block in blocks(page) for command in told(block) if (own := called(command))}
-    assert shown == set(COMMANDS)
+    shown = [called(command) for page in RUN for block in blocks(page) for command in commands(block)]
+    assert {own[0] for own in shown if own is not None} == set(COMMANDS)
 
 
 def test_the_design_card_leads_to_files_and_tests() -> None:
@@ -329,8 +305,7 @@ def test_the_design_card_leads_to_files_and_tests() -> None:
     assert len(rows) >= 11
     for _, file, test in rows:
         files, tests = re.findall(r"`([^`]+)`", file), re.findall(r"`([^`]+)`", test)
-        assert files
-        assert tests
+        assert files and tests
         for path in files:
             assert (ROOT / path).exists() or (ROOT / "mtp_extract" / path).exists(), path
         for name in tests:

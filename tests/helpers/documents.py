@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +30,6 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line for a shell."""
-
     at: Block
     text: str  # without the prompt, continued lines in one
     shown: tuple[str, ...] | None = None  # what the block says that it prints; None where it says nothing
@@ -43,31 +40,20 @@ class Command:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced block of ``page``."""
     text = page.read_text(encoding="utf-8")
     return [Block(page, text.count("\n", 0, found.start(3)) + 1, found[2], found[3]) for found in _FENCE.finditer(text)]
 
 
 def commands(block: Block) -> Iterator[Command]:
     """Those of a ``sh`` block, one a line; of a ``console`` block what follows ``$ ``, and under it what it prints."""
-    lines = block.text.splitlines()
-    number = 0
-    while number < len(lines):
-        line = lines[number]
-        assert block.language == "sh" or line.startswith("$ "), f"{block}: expected a prompt"
-        while line.endswith("\\"):
-            number += 1
-            line = line[:-1].rstrip() + " " + lines[number].strip()
-        number += 1
-        shown: tuple[str, ...] | None = None
-        if block.language == "console":
-            line = line.removeprefix("$ ")
-            begin = number
-            while number < len(lines) and not lines[number].startswith("$ "):
-                number += 1
-            shown = tuple(lines[begin:number])
-        if shlex.split(line, comments=True):
-            yield Command(block, line, shown)
+    text = re.sub(r" *\\\n *", " ", block.text)
+    if block.language == "sh":
+        yield from (Command(block, line) for line in text.splitlines() if shlex.split(line, comments=True))
+    elif block.language == "console":
+        before, *entered = re.split(r"^\$ ", text, flags=re.MULTILINE)
+        assert not before, f"{block}: expected a prompt"
+        for line, *shown in map(str.splitlines, entered):
+            yield Command(block, line, tuple(shown))
 
 
 def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
@@ -75,18 +61,10 @@ def unlike(shown: Sequence[str], printed: Sequence[str]) -> str | None:
 
     Numbers that differ between machines (sums, differences in the last bits) are not compared.
     """
-    at = 0
-    parts = [list(part) for left_out, part in groupby(shown, lambda line: line == LEFT_OUT) if not left_out]
-    for number, part in enumerate(parts):
-        places = [at] if number == 0 and shown[0] != LEFT_OUT else range(at, len(printed) - len(part) + 1)
-        if number == len(parts) - 1 and shown[-1] != LEFT_OUT:
-            places = [place for place in places if place == len(printed) - len(part)]
-        wanted = [_plain(line) for line in part]
-        found = next((p for p in places if [_plain(line) for line in printed[p : p + len(part)]] == wanted), None)
-        if found is None:
-            return "shown:\n" + "\n".join(part) + "\nprinted:\n" + "\n".join(printed)
-        at = found + len(part)
-    return None
+    pattern = "".join("(?:.*\n)*" if line == LEFT_OUT else re.escape(_plain(line)) + "\n" for line in shown)
+    if re.fullmatch(pattern, "".join(_plain(line) + "\n" for line in printed)):
+        return None
+    return "shown:\n" + "\n".join(shown) + "\nprinted:\n" + "\n".join(printed)
 
 
 def _plain(line: str) -> str:
