@@ -150,41 +150,29 @@ class _Handler(Handler):
     def version_string(self) -> str:
         return self.state.manner.header
 
-    def do_GET(self) -> None:  # noqa: N802
-        if self.begin(b""):
-            return
-        state = self.state
+    def handle_any(self) -> None:
+        state, given = self.state, self.headers.get("authorization")
         page, version = state.manner.version
-        if self.path == "/v1/models":
+        self.body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        state.seen.append((self.path, given))
+        if self.path in state.overrides:
+            state.overrides[self.path](self)
+        elif state.key is not None and given != f"Bearer {state.key}":
+            self.json({"error": {"message": f"expected another key than {given}"}}, 401)
+        elif self.path == "/v1/models":
             self.json({"object": "list", "data": state.models})
         elif self.path == page:
             self.json(version)
         elif self.path == "/metrics" and state.manner.page:
             self.answer(200, state.page().encode(), Content_Type="text/plain; version=0.0.4")
+        elif self.path in state.manner.paths:
+            self.write_text(json.loads(self.body))
         else:
             self.json({"detail": "Not Found"}, 404)
 
-    def begin(self, body: bytes) -> bool:
-        """Write down what was asked; answer in another way if that is wanted."""
-        state, given = self.state, self.headers.get("authorization")
-        self.body = body
-        state.seen.append((self.path, given))
-        if self.path in state.overrides:
-            state.overrides[self.path](self)
-            return True
-        if state.key is not None and given != f"Bearer {state.key}":
-            self.json({"error": {"message": f"expected another key than {given}"}}, 401)
-            return True
-        return False
+    do_GET = do_POST = handle_any  # noqa: N815 - the names http.server calls
 
-    def do_POST(self) -> None:  # noqa: N802
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        if self.begin(body):
-            return
-        asked = json.loads(body)
-        if self.path not in self.state.manner.paths:
-            self.json({"detail": "Not Found"}, 404)
-            return
+    def write_text(self, asked: dict[str, Any]) -> None:
         with self.state.lock:
             self.state.asked.append((self.path, asked))
         if status := self.state.fails.get(prompt_of(asked)):
