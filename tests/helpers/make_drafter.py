@@ -110,8 +110,7 @@ def blockwise_int2(block: int = 64, *, zeros: bool = False) -> bytes:
     ``zeros``: some blocks have a scale of 0, as blocks that are all 0 may have.
     """
     spec = DrafterSpec(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, backbone=128, windows=(4, None))
-    graph, rng = Subgraph(), np.random.default_rng(0)
-    graph.model = plain_model(spec)
+    graph, rng = Subgraph(plain_model(spec)), np.random.default_rng(0)
     for tensor in [t for t in graph.main.tensors if t.quantization is not None]:
         rows, columns = tensor.shape
         codes = rng.integers(-2, 2, (rows, columns)).astype(np.int8)

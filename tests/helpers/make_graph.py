@@ -32,8 +32,8 @@ class Stored:
     """Bytes outside of the flatbuffer: random codes, or given ones."""
 
     size: int
-    data: bytes | None = None
-    at: int = 0
+    data: bytes | None
+    buffer: int  # the number of its buffer, or external buffer
 
 
 @dataclass
@@ -44,7 +44,6 @@ class Model:
     stored: dict[str, Stored] = field(default_factory=dict)
     outside: int = 0
     """Bytes of the constants outside of the flatbuffer."""
-    _places: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tree = schema.ModelT(version=3, description=b"by code", buffers=[schema.BufferT()])
@@ -59,18 +58,17 @@ class Model:
 
     def place(self, key: str, size: int, data: bytes | None) -> int:
         """Buffer, or external buffer, of the constant ``key``; one for all that ask for it."""
-        if key in self._places:
-            return self._places[key]
-        stored = self.stored[key] = Stored(size, data, self.outside)
-        self.outside += -(-size // _ALIGNMENT) * _ALIGNMENT
-        if self.external:
-            number = 0x80000000 | len(self.tree.externalBuffers)
-            entry = schema.ExternalBufferT(id=number, group=0, offset=stored.at, length=size, packing=b"unpacked")
-            self.tree.externalBuffers.append(entry)
-        else:
-            number = added(self.tree.buffers, schema.BufferT(offset=_LATER + stored.at, size=size))
-        self._places[key] = number
-        return number
+        if key not in self.stored:
+            if self.external:
+                number = 0x80000000 | len(self.tree.externalBuffers)
+                entry = schema.ExternalBufferT(id=number, group=0, length=size, packing=b"unpacked")
+                entry.offset = self.outside
+                self.tree.externalBuffers.append(entry)
+            else:
+                number = added(self.tree.buffers, schema.BufferT(offset=_LATER + self.outside, size=size))
+            self.stored[key] = Stored(size, data, number)
+            self.outside += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return self.stored[key].buffer
 
     def packed(self) -> bytes:
         """The flatbuffer, with true offsets."""

@@ -20,12 +20,14 @@ _OPTIONS |= {"BATCH_MATMUL": "BatchMatMul", "CONV_2D": "Conv2D"}
 
 
 class Subgraph:
-    """The subgraph ``index`` of ``model``; values are the indices of its tensors."""
+    """The subgraph ``index`` of ``model``, a ``ModelT`` of the schema; values are the indices of its tensors."""
 
-    model: Any  # the schema's ``ModelT``
     index = 0
     add: Callable[..., int]
     mul: Callable[..., int]
+
+    def __init__(self, model: Any, index: int = 0) -> None:
+        self.model, self.index = model, index
 
     @property
     def main(self) -> Any:

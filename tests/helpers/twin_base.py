@@ -7,7 +7,6 @@ and the base in the form of Google's public mobile checkpoint.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +23,8 @@ from seam import GEMMA4, list_roles, read_base
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from helpers.bases import PREFIX, Weights, edited_bundle, in_dtype
-from helpers.make_bundle import added, code_of, kind, load, on_model, parts_of, set_buffer
+from helpers.make_bundle import kind, load, on_model, parts_of, set_buffer
+from helpers.subgraph import Subgraph
 
 _DATA = Path(__file__).resolve().parent.parent / "data" / "twin_base"
 TWIN, MOBILE = _DATA / "bundle.litertlm", _DATA / "mobile"
@@ -143,20 +143,14 @@ def number(model: Any, old: float, new: float) -> None:
 @on_model
 def multiplied(model: Any, op_kind: str, width: tuple[int, ...], factor: float) -> None:
     """Results of the operators ``op_kind`` whose last axes are ``width``, times ``factor``."""
-    for graph in model.subgraphs:
-        for op in list(graph.operators):
+    for index in range(len(model.subgraphs)):
+        graph = Subgraph(model, index)
+        for place, op in reversed([*enumerate(graph.main.operators)]):
             result = op.outputs[0]
-            if kind(model, op) != op_kind or tuple(graph.tensors[result].shape[-len(width) :]) != width:
-                continue
-            before = added(graph.tensors, copy.deepcopy(graph.tensors[result]))
-            constant = schema.TensorT(name=b"factor", shape=[], type=schema.TensorType.FLOAT32)
-            set_buffer(model, constant, np.float32(factor).tobytes())
-            op.outputs = [before]
-            product = schema.OperatorT(opcodeIndex=code_of(model, "MUL"), outputs=[result])
-            product.inputs = [before, added(graph.tensors, constant)]
-            product.builtinOptionsType = schema.BuiltinOptions.MulOptions
-            product.builtinOptions = schema.MulOptionsT()
-            graph.operators.insert(graph.operators.index(op) + 1, product)
+            if kind(model, op) == op_kind and tuple(graph.shape(result)[-len(width) :]) == width:
+                op.outputs = [graph.tensor(graph.shape(result))]
+                graph.emit("MUL", [op.outputs[0], graph.constant(factor)], [result])
+                graph.main.operators.insert(place + 1, graph.main.operators.pop())
 
 
 def own_norms(model: Any) -> None:
