@@ -18,7 +18,6 @@ from seam import MtpExtractError
 from mtp_extract.graph.call import read_activation_scale
 from mtp_extract.graph.reading import COMPUTED_BY_SCALES
 
-RNG = np.random.default_rng(3)
 LAST_AXIS = const(np.array([1], np.int32))
 KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
     "ADD": (np.add, (), schema.AddOptionsT()),
@@ -43,7 +42,8 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 def measure_error_in_steps(kind: str, step: float) -> float:
     """How far the INT8 kernel is from the function of what its codes stand for, in steps of its result."""
     function, others, options = KERNELS[kind]
-    operands = tuple(RNG.integers(20, 120, (4, 6)).astype(np.int8) for _ in range(getattr(function, "nin", 1)))
+    generator = np.random.default_rng(3)
+    operands = tuple(generator.integers(20, 120, (4, 6)).astype(np.int8) for _ in range(getattr(function, "nin", 1)))
     grid = Grid((0.01,), (-10,))
     case = OneOp(kind, (*operands, *others), options, ("int8",), Grid((step,), (-20,)), grid)
     (found,) = case.interpreted()
@@ -69,7 +69,7 @@ def test_a_kernel_that_takes_codes_for_numbers_is_not_read(kind: str) -> None:
 def test_int16_has_no_zero_point() -> None:
     """The kernel of GELU ignores it; most others refuse the file."""
     grid = Grid((0.001,), (0,))
-    codes = RNG.integers(20, 120, 6).astype(np.int16)
+    codes = np.random.default_rng(3).integers(20, 120, 6).astype(np.int16)
     case = OneOp("GELU", (codes,), KERNELS["GELU"][2], ("int16",), Grid((0.001,), (9000,)), grid)
     (tensor,) = (value.tensor for value in case.flat().outputs.values())
     assert np.abs(case.interpreted()[0]).max() > 8
