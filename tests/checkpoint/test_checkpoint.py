@@ -74,9 +74,7 @@ def test_a_header_that_exchanges_two_tensors_is_not_kept(tmp_path: Path, monkeyp
     real = CONTAINERS[".safetensors"]
 
     def exchange_names(places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> bytes:
-        return (
-            real.make_header(places, metadata).replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"')
-        )
+        return real.make_header({"a": places["b"], "b": places["a"]}, metadata)
 
     monkeypatch.setitem(CONTAINERS, ".safetensors", replace(real, make_header=exchange_names))
     with pytest.raises(OutputError, match="reads back differently"):

@@ -59,10 +59,8 @@ def test_a_page_of_zeros_is_a_hole_where_its_rows_have_scales_of_their_own(befor
 def test_rows_of_four_bits_and_blocks_are_found_too() -> None:
     assert find_missing_rows(make_matrix(slice(128, 384), make_scales(), type_=TensorType.INT4)) == range(128, 384)
     # The scales of blocks are two a row; the message counts blocks.
-    rows = find_missing_rows(
-        make_matrix(slice(128, 384), make_scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise")
-    )
-    assert rows == range(256, 768)
+    blocks = make_matrix(slice(128, 384), make_scales(2 * ROWS), type_=TensorType.INT4, kind="blockwise")
+    assert find_missing_rows(blocks) == range(256, 768)
 
 
 def test_a_matrix_of_which_nothing_was_downloaded_is_a_hole() -> None:
@@ -119,12 +117,12 @@ def test_a_bundle_with_a_hole_is_refused_by_tensor_and_rows(sample: Path, extrac
         head = opened.find_model().locate(find_head(opened))
         file.seek(align_up(head.begin, PAGE))
         file.write(bytes(2 * PAGE))
-    for name, *arguments in (
+    for command in (
         ("extract", hollow, "-o", tmp_path / "out"),
         ("inspect", hollow, "--graph"),
         ("inspect", extracted, "--against", hollow),
     ):
-        process = run_here(name, *map(str, arguments))
+        process = run_here(*map(str, command))
         assert process.returncode == 1
         assert re.fullmatch(
             r"error: \S*hollow\.litertlm: rows \d+ to \d+ of lm_head \(tensor .*\) hold zeros .* not downloaded "
@@ -146,6 +144,5 @@ def test_zeros_in_floats_are_said_and_extracted(sample: Path, tmp_path: Path) ->
     set_buffer(model, tensor, values.tobytes())
     (tmp_path / "pruned.tflite").write_bytes(pack(model))
     result = mtp_extract.extract(tmp_path / "pruned.tflite", tmp_path / "out", dtype="f32")
-    assert any(
-        re.match(r"lm_head holds (98,304|102,400) bytes of zeros in whole pages\.", note) for note in result.notes
-    )
+    said = r"lm_head holds (98,304|102,400) bytes of zeros in whole pages\."
+    assert any(re.match(said, note) for note in result.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,6 @@ from mtp_extract.litertlm.storage import CODE_TYPES, Storage
 from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 
-def describe_tensor(type_: TensorType, shape: tuple[int, ...]) -> Tensor:
-    return Tensor(0, 0, "t", shape, type_, 1, 0, None, False, False)
-
-
 def make_tensor(
     type_: TensorType,
     shape: tuple[int, ...],
@@ -36,7 +33,7 @@ def make_tensor(
     zeros = np.zeros(scales.shape, np.int64) if zero_point is None else np.asarray(zero_point, np.int64)
     location = Region(Memory(data), 0, len(data), "test")
     layout = Storage(type_, shape, kind, axis, block, not zeros.any())
-    return QuantizedTensor(describe_tensor(type_, shape), location, layout, scales, zeros)
+    return QuantizedTensor(Tensor(0, 0, "t", shape, type_, 1, 0, None, False, False), location, layout, scales, zeros)
 
 
 def decode(type_: TensorType, data: bytes, count: int) -> np.ndarray:
@@ -87,7 +84,7 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
     type_ = data.draw(st.sampled_from(sorted(CODE_TYPES)))
     packing = CODE_TYPES[type_]
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     size = -(-count * packing.bits // 8)
     raw = data.draw(st.binary(min_size=size, max_size=size))
     kind = data.draw(st.sampled_from(["per_tensor", "per_channel", "blockwise"]))
@@ -95,22 +92,17 @@ def test_agrees_with_a_decoder_written_by_hand(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([n for n in range(1, shape[-1] + 1) if shape[-1] % n == 0]))
     blocks = (*shape[:-1], shape[-1] // block)
     scaled = {"per_tensor": (1,), "per_channel": (shape[axis],), "blockwise": blocks}[kind]
-    low, high = packing.lowest, packing.highest
     scale = data.draw(arrays(np.float32, scaled, elements=st.floats(0, 4, width=32)))
-    zero = data.draw(arrays(np.int64, scaled, elements=st.integers(low, high)))
+    zero = data.draw(arrays(np.int64, scaled, elements=st.integers(packing.lowest, packing.highest)))
     source = make_tensor(type_, shape, raw, kind, axis, scale, zero, block if kind == "blockwise" else 0)
 
     codes = decode(type_, raw, count).reshape(shape)
     np.testing.assert_array_equal(source.codes(), codes.reshape(-1))
     if kind == "per_channel":
-        broad = [1] * len(shape)
-        broad[axis] = -1
-        full_scale, full_zero = scale.reshape(broad), zero.reshape(broad)
+        scale, zero = (np.expand_dims(part, [n for n in range(len(shape)) if n != axis]) for part in (scale, zero))
     elif kind == "blockwise":
-        full_scale, full_zero = np.repeat(scale, block, -1), np.repeat(zero, block, -1)
-    else:
-        full_scale, full_zero = scale, zero
-    expected = (codes - full_zero).astype(np.float32) * full_scale
+        scale, zero = (np.repeat(part, block, -1) for part in (scale, zero))
+    expected = (codes - zero).astype(np.float32) * scale
     np.testing.assert_array_equal(source.dequantize(), expected)
     begin = 8 * data.draw(st.integers(0, count // 8))
     end = data.draw(st.integers(begin, count))
