@@ -57,10 +57,8 @@ def test_codes_come_back(seed: int, bits: int, blocks: int, rows: int, by_row: b
     stored = kind.pack(codes, steps)
     np.testing.assert_array_equal(kind.codes(stored), codes)
     np.testing.assert_array_equal(kind.steps(stored), np.repeat(steps, block // 32, axis=1))
-    theirs = dequantize(stored, GGMLQuantizationType[kind.name])
-    np.testing.assert_array_equal(
-        theirs, wrap_codes(codes, Packing(bits, True), Steps.around_zero(block, steps)).array()
-    )
+    ours = wrap_codes(codes, Packing(bits, True), Steps.around_zero(block, steps))
+    np.testing.assert_array_equal(dequantize(stored, GGMLQuantizationType[kind.name]), ours.array())
 
 
 def test_the_header_is_what_llama_cpp_reads(sample_gguf: Path) -> None:
@@ -106,28 +104,26 @@ def test_what_is_kept(tensor: Weight, expected: tuple[str, ...] | str) -> None:
         assert re.search(expected, stored.why), stored.why
 
 
-def build_shape(**changes: Any) -> DrafterConfig:
-    sliding = LayerConfig(SLIDING, 32, 2, 512, RopeConfig(1e4))
-    full = LayerConfig(FULL, 64, 2, None, RopeConfig(1e6, 0.25))
-    shape = DrafterConfig(96, 64, 128, 512, 4, (sliding, full), max_position_embeddings=1000)
+LAYER = LayerConfig(SLIDING, 32, 2, 512, RopeConfig(1e4))
+FULL_LAYER = LayerConfig(FULL, 64, 2, None, RopeConfig(1e6, 0.25))
+
+
+def build_shape(*layers: LayerConfig, **changes: Any) -> DrafterConfig:
+    """Build a small drafter of ``layers``, by default one of each type."""
+    shape = DrafterConfig(96, 64, 128, 512, 4, layers or (LAYER, FULL_LAYER), max_position_embeddings=1000)
     return replace(shape, **changes)
-
-
-def build_layers(**changes: Any) -> tuple[LayerConfig, ...]:
-    first, last = build_shape().layers
-    return first, replace(last, **changes)
 
 
 CONFIGS = [
     build_shape(),
     build_shape(rms_norm_eps=1.0000001e-6, final_logit_softcap=29.999999999),
     build_shape(hidden_activation="gelu"),
-    build_shape(layers=build_layers(rope=RopeConfig(1e6, 0.3))),
-    build_shape(layers=build_layers(rope=RopeConfig(1234567.891, 0.25, 8.0))),
-    build_shape(layers=build_layers(rope=RopeConfig(1e6, 0.5, 3.3333333333))),
-    build_shape(layers=build_layers(rope=RopeConfig(1e6))),
-    build_shape(layers=build_layers(num_kv_heads=1)),
-    build_shape(layers=build_shape().layers[1:] * 2),
+    build_shape(LAYER, replace(FULL_LAYER, rope=RopeConfig(1e6, 0.3))),
+    build_shape(LAYER, replace(FULL_LAYER, rope=RopeConfig(1234567.891, 0.25, 8.0))),
+    build_shape(LAYER, replace(FULL_LAYER, rope=RopeConfig(1e6, 0.5, 3.3333333333))),
+    build_shape(LAYER, replace(FULL_LAYER, rope=RopeConfig(1e6))),
+    build_shape(LAYER, replace(FULL_LAYER, num_kv_heads=1)),
+    build_shape(FULL_LAYER, FULL_LAYER),
 ]
 
 
@@ -153,11 +149,8 @@ def test_a_configuration_comes_back(tmp_path: Path, shape: DrafterConfig) -> Non
     ("shape", "what"),
     [
         (build_shape(attention_scale=0.5), "llama.cpp's is 1"),
-        (
-            build_shape(layers=(replace(build_shape().layers[0], rope=RopeConfig(1e4, 0.5)), build_shape().layers[1])),
-            "in full layers only",
-        ),
-        (build_shape(layers=(*build_shape().layers, replace(build_shape().layers[1], head_dim=32))), "to be alike"),
+        (build_shape(replace(LAYER, rope=RopeConfig(1e4, 0.5)), FULL_LAYER), "in full layers only"),
+        (build_shape(LAYER, FULL_LAYER, replace(FULL_LAYER, head_dim=32)), "to be alike"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(shape: DrafterConfig, what: str) -> None:
@@ -208,7 +201,7 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "x.gguf", "some")
     values: dict[str, object] = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31}
     values |= {"int32": -5, "uint64": 1 << 63, "int64": -(1 << 40), "float32": 0.5, "float64": 0.1, "bool": True}
-    values |= {"string": "Ünïcode"}
+    values["string"] = "Ünïcode"
     for kind, value in values.items():
         getattr(writer, f"add_{kind}")(kind, value)
     writer.add_array("texts", ["a", "", "bc"])
@@ -319,14 +312,13 @@ def test_no_changed_byte_of_a_header_does_harm(
 def test_an_ordered_head_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     """llama.cpp computes the dense head, which the file has; its own converter drops the ordered head, too."""
     shape = build_shape(ordered_head=OrderedHeadConfig(32, 4))
-    gguf = load_format("gguf")
-    arranged = gguf.plan(build_checkpoint(shape), "f32")
+    arranged = load_format("gguf").plan(build_checkpoint(shape), "f32")
     left = {role for role, kept in arranged.stored.items() if kept.how == "nothing"}
     assert left == {"ordered_head.centroids", "ordered_head.token_ordering"}
     (note,) = arranged.notes
     assert "Left out: ordered_head.centroids, ordered_head.token_ordering, because llama.cpp" in note
     write(tmp_path, shape)
-    assert gguf.read(tmp_path).config == build_shape()
+    assert read_checkpoint(tmp_path).config == build_shape()
 
 
 @pytest.mark.parametrize(

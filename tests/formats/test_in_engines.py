@@ -27,7 +27,6 @@ from mtp_extract.checkpoint.stored import FileWeight
 from mtp_extract.data import sample_base
 from mtp_extract.formats import read_checkpoint
 
-EMBEDDING = "model.embed_tokens."
 INTEGERS = (
     "jax_cap_none",
     "torch_odd_sizes",
@@ -46,14 +45,8 @@ def load(directory: Path, **options: Any) -> Any:
     model, info = Gemma4AssistantForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     assert not info["unexpected_keys"] and not info["mismatched_keys"], info
     untied = not json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
-    assert all(untied and name.startswith(EMBEDDING) for name in info["missing_keys"]), info
+    assert all(untied and name.startswith("model.embed_tokens.") for name in info["missing_keys"]), info
     return model.eval()
-
-
-def read_weight(module: Any) -> Tensor:
-    if isinstance(module, gemma_quant.QuantizedLinear):
-        return module._dequantize_weights()
-    return module.weight
 
 
 def feed(model: Any) -> dict[str, Any]:
@@ -81,8 +74,10 @@ def compare(model: Any, reference: Any) -> None:
         theirs = dict(model.named_modules())
         for name, module in reference.named_modules():
             if isinstance(module, nn.Linear):
-                bits = 0 if name != "lm_head" else 2**-22
-                torch.testing.assert_close(read_weight(theirs[name]), module.weight, rtol=bits, atol=0, msg=name)
+                other, bits = theirs[name], 0 if name != "lm_head" else 2**-22
+                packed = isinstance(other, gemma_quant.QuantizedLinear)
+                weight = other._dequantize_weights() if packed else other.weight
+                torch.testing.assert_close(weight, module.weight, rtol=bits, atol=0, msg=name)
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-4)
     torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
 
@@ -126,23 +121,18 @@ def test_transformers_computes_the_same_with_integers(name: str, format_: str, t
 @pytest.mark.parametrize("name", ["jax_published", "torch_static8_mix48_kv8"])
 def test_gemma_rounds_activations_as_the_graph_says(name: str, tmp_path: Path, reference: Any) -> None:
     """It agrees with the F32 extraction whose matrix inputs and outputs are rounded by the scales of the record."""
-    record = extract(variant(name), tmp_path / "out", format="gemma").record
+    static = extract(variant(name), tmp_path / "out", format="gemma").record["activations"]
     gemma, model = load(tmp_path / "out"), reference(name)
-    static = record["activations"]
-    modules = {
-        role.name: role.names["transformers"].removesuffix(".weight") for role in list_roles(4) if role.name in static
-    }
 
     def round_values(values: Tensor, how: dict[str, Any] | None) -> Tensor:
         return values if how is None else torch.clamp(torch.round(values / how["scale"]), -128, 127) * how["scale"]
 
-    linear = dict(model.named_modules())
-    hooks = []
-    for role, module in modules.items():
-        before, after = static[role]
+    modules, hooks = dict(model.named_modules()), []
+    for role in [role for role in list_roles(4) if role.name in static]:
+        linear, (before, after) = modules[role.names["transformers"].removesuffix(".weight")], static[role.name]
         hooks += [
-            linear[module].register_forward_pre_hook(lambda _, args, how=before: (round_values(args[0], how),)),
-            linear[module].register_forward_hook(lambda _, args, out, how=after: round_values(out, how)),
+            linear.register_forward_pre_hook(lambda _, args, how=before: (round_values(args[0], how),)),
+            linear.register_forward_hook(lambda _, args, out, how=after: round_values(out, how)),
         ]
     with torch.no_grad():
         inputs = feed(model)

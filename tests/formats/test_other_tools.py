@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from mtp_extract import convert, extract
 from mtp_extract.errors import CheckpointError
-from mtp_extract.formats import read_checkpoint
+from mtp_extract.formats import load_format, read_checkpoint
 from mtp_extract.pipeline.check import CheckpointDirectory
 
 INDEX = "model.safetensors.index.json"
@@ -183,9 +183,8 @@ def test_fp8_is_called_so(saved: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q5_0", "Q4_1", "Q5_1"])
 def test_a_type_of_gguf_that_is_not_read_is_called_by_its_name(sample: Path, tmp_path: Path, kind: str) -> None:
     convert_to_gguf(sample, tmp_path, "gemma4-assistant", GGMLQuantizationType[kind])
-    with pytest.raises(
-        CheckpointError, match=rf"blk\.0\.ffn_up\.weight: .*found {kind} \(and 3 tensors more\), which is not read"
-    ):
+    refusal = rf"blk\.0\.ffn_up\.weight: .*found {kind} \(and 3 tensors more\), which is not read"
+    with pytest.raises(CheckpointError, match=refusal):
         CheckpointDirectory.of(tmp_path / "x.gguf")
 
 
@@ -198,8 +197,6 @@ def test_a_drafter_for_another_program_is_called_so(sample: Path, tmp_path: Path
 
 def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizationType) -> None:
     """Write the sample's drafter with gguf-py; the ``ffn_up`` matrices have the dtype ``kind``."""
-    from mtp_extract.formats import load_format
-
     extract(sample, folder / "d")
     checkpoint = read_checkpoint(folder / "d")
     (file,) = load_format("gguf").plan(checkpoint, "f32").files
@@ -207,18 +204,14 @@ def convert_to_gguf(sample: Path, folder: Path, arch: str, kind: GGMLQuantizatio
     for key, value in file.metadata.items():
         if key == "general.architecture" or key.startswith("mtp_extract."):
             continue
-        name = key.replace("gemma4-assistant", arch)
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        else:
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-            add(name, value)
+        kinds = {list: "array", str: "string", float: "float32", int: "uint32"}
+        getattr(writer, f"add_{kinds[type(value)]}")(key.replace("gemma4-assistant", arch), value)
     for tensor in file.tensors:
         numbers = np.concatenate([np.asarray(part) for part in tensor.produce()]).reshape(tensor.shape)
-        is_coded = "ffn_up" in tensor.name
-        writer.add_tensor(
-            tensor.name, quantize(numbers, kind) if is_coded else numbers, raw_dtype=kind if is_coded else None
-        )
+        if "ffn_up" in tensor.name:
+            writer.add_tensor(tensor.name, quantize(numbers, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -234,8 +227,7 @@ def test_a_head_with_a_gelu_is_called_so_and_nobody_is_told_to_change_it(tmp_pat
         "Passed over: config.json says architectures ['LlamaEagle3DraftModel'].",
     )
     edit(directory, hidden_act="gelu_pytorch_tanh")
-    with pytest.raises(
-        CheckpointError, match=r"hidden_act gelu_pytorch_tanh: a gate that is no SiLU.*with silu"
-    ) as caught:
+    refusal = r"hidden_act gelu_pytorch_tanh: a gate that is no SiLU.*with silu"
+    with pytest.raises(CheckpointError, match=refusal) as caught:
         CheckpointDirectory.of(directory)
     assert "ndo" not in str(caught.value)
