@@ -10,28 +10,18 @@ import pytest
 from helpers.variant_files import REFUSED, VARIANTS, variant
 
 from mtp_extract.bundle import open_bundle
+from mtp_extract.checkpoint import weight as weights
 from mtp_extract.checkpoint.dtypes import DTYPES
 from mtp_extract.checkpoint.stored import FileWeight, TensorPlace, find_common_dtype
-from mtp_extract.checkpoint.weight import (
-    ROW_STEP,
-    BundleWeight,
-    Steps,
-    Weight,
-    build_constant_weight,
-    center_codes,
-    has_exact_steps,
-    split_rows,
-    unfold_factor,
-    wrap_array,
-)
+from mtp_extract.checkpoint.weight import Weight, build_constant_weight, split_rows
 from mtp_extract.errors import CheckpointError, NoCodesError
 from mtp_extract.pipeline.extraction import build_checkpoint
 
 
 def parts(weight: Weight) -> list[tuple[int, int]]:
     """Ranges of its rows, the first and the last ones among them."""
-    half = weight.rows // 2 // ROW_STEP * ROW_STEP
-    return [(0, min(ROW_STEP, weight.rows)), (half, weight.rows), (0, weight.rows)]
+    half = weight.rows // 2 // weights.ROW_STEP * weights.ROW_STEP
+    return [(0, min(weights.ROW_STEP, weight.rows)), (half, weight.rows), (0, weight.rows)]
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - REFUSED))
@@ -43,15 +33,15 @@ def test_constants(name: str) -> None:
             rows = weight.array().reshape(weight.rows, weight.columns)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.floats(first, last), rows[first:last], err_msg=role)
-            if not isinstance(weight, BundleWeight) or weight.scheme is None:
+            if not isinstance(weight, weights.BundleWeight) or weight.scheme is None:
                 continue
-            codes, stored = weight.codes(), unfold_factor(weight.source.floats().reshape(rows.shape), weight.factor)
+            codes, floats = weight.codes(), weight.source.floats().reshape(rows.shape)
             assert codes.shape == rows.shape and codes.min() >= weight.scheme.lowest, role
-            np.testing.assert_array_equal(stored, rows, err_msg=role)
+            np.testing.assert_array_equal(weights.unfold_factor(floats, weight.factor), rows, err_msg=role)
             for first, last in parts(weight):
                 np.testing.assert_array_equal(weight.codes(first, last), codes[first:last], err_msg=role)
             try:
-                centered = center_codes(weight)
+                centered = weights.center_codes(weight)
             except NoCodesError as error:
                 assert len(weight.shape) != 2 or weight.source.zero_point.any(), f"{role}: {error}"
                 continue
@@ -59,7 +49,7 @@ def test_constants(name: str) -> None:
             codes, steps = centered.codes(), centered.steps.size
             assert np.abs(codes.astype(int) + 0.5).max() < 1 << centered.bits - 1
             values = codes.reshape(*steps.shape, -1).astype(np.float32) * steps[..., None]
-            tolerance = 0 if has_exact_steps(weight) else 2**-22
+            tolerance = 0 if weights.has_exact_steps(weight) else 2**-22
             np.testing.assert_allclose(values, rows.reshape(values.shape), rtol=tolerance, atol=0, err_msg=role)
         assert matrices or "float" in name or "f16" in name or "f32" in name
 
@@ -81,7 +71,7 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
     np.testing.assert_array_equal(weight.array(), expected)
     np.testing.assert_array_equal(weight.floats(8, 16), expected[8:16])
     np.testing.assert_array_equal(weight.cut_columns(2, 5).floats(8, 20), expected[8:, 2:5])
-    assert find_common_dtype([weight]) == dtype and find_common_dtype([weight, wrap_array(values)]) == "f32"
+    assert find_common_dtype([weight]) == dtype and find_common_dtype([weight, weights.wrap_array(values)]) == "f32"
     path.write_bytes(b"short")
     with pytest.raises(CheckpointError, match="shrank"):
         weight.array()
@@ -90,7 +80,7 @@ def test_a_tensor_of_a_file_and_columns_of_it(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(("size", "zero_point"), [(3e38, 0), (np.inf, 3), (np.nan, -1)])
 def test_numbers_that_leave_float32_are_no_warning(size: float, zero_point: int) -> None:
     """A warning would be printed; such numbers are refused where they are used."""
-    steps = Steps(2, np.full((2, 1), size, np.float32), np.full((2, 1), zero_point, np.int64), 1.0)
+    steps = weights.Steps(2, np.full((2, 1), size, np.float32), np.full((2, 1), zero_point, np.int64), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         values = steps.floats(np.array([[127, -127], [zero_point, 5]], np.int8))
