@@ -121,15 +121,10 @@ def test_examples() -> None:
     assert doctest.testmod(drafts) == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("drafts", "acceptance", "tokens"),
-    [(1, 0.8, 1.80), (2, 0.8, 2.44), (3, 0.8, 2.95), (4, 0.8, 3.36), (3, 0.5, 1.88), (3, 0.9, 3.44)],
-)
-def test_table_of_expected_tokens(drafts: int, acceptance: float, tokens: float) -> None:
-    assert compute_expected_tokens([acceptance] * drafts) == pytest.approx(tokens, abs=0.006)
-    assert compute_expected_tokens([acceptance] * drafts) == pytest.approx(
-        (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
-    )
+@pytest.mark.parametrize(("drafts", "acceptance"), [(1, 0.8), (2, 0.8), (3, 0.8), (4, 0.8), (3, 0.5), (3, 0.9)])
+def test_expected_tokens_are_a_geometric_sum(drafts: int, acceptance: float) -> None:
+    expected = (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+    assert compute_expected_tokens([acceptance] * drafts) == pytest.approx(expected)
 
 
 def test_best_draft_length() -> None:

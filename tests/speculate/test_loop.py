@@ -143,9 +143,7 @@ def test_no_draft_is_made_that_could_not_be_emitted(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("drafts", [4, DraftTree.parse("2x1x1x1")], ids=str)
-def test_a_stop_token_ends_the_text_wherever_it_falls(
-    pair: Pair, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_token_ends_the_text_where_it_falls(pair: Pair, drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first token, at the base's own after a round, and among accepted drafts; by default those of the base."""
     prompt = pair.prompts()[1]
     whole = pair.alone(prompt, TOKENS)

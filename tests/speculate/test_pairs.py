@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,37 +22,34 @@ HELLO = [{"role": "user", "content": "hello"}]
 TURNS = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "bye"}]
 
 
-def build_shape(**changes: Any) -> Callable[[Pair], tuple[Any, ...]]:
-    return lambda pair: (pair.base, MtpDrafter(dataclasses.replace(pair.drafter.config, **changes)))
+def reshape(pair: Pair, **changes: Any) -> tuple[Any, ...]:
+    return pair.base, MtpDrafter(dataclasses.replace(pair.drafter.config, **changes))
 
 
-def one_head(pair: Pair) -> tuple[Any, ...]:
+def give_one_head(pair: Pair) -> tuple[Any, ...]:
     layers = tuple(dataclasses.replace(layer, num_kv_heads=1) for layer in pair.drafter.config.layers)
-    return build_shape(layers=layers)(pair)
+    return reshape(pair, layers=layers)
 
 
-def build_odd_base(**config: Any) -> Callable[[Pair], tuple[Any, ...]]:
-    def make(pair: Pair) -> tuple[Any, ...]:
-        base = random_base()
-        vars(base.config).update(config)
-        return base, pair.drafter
-
-    return make
+def change_base(pair: Pair, **config: Any) -> tuple[Any, ...]:
+    base = random_base()
+    vars(base.config).update(config)
+    return base, pair.drafter
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (build_shape(vocab_size=500), "vocabulary of 500, found 512. Give the base model"),
-        (build_shape(backbone_hidden_size=60), "backbone width 60, found 64. Give the base"),
-        (one_head, "sliding_attention: K and V of 1 head of 32, found 2 heads of 32"),
+        (partial(reshape, vocab_size=500), "vocabulary of 500, found 512. Give the base model"),
+        (partial(reshape, backbone_hidden_size=60), "backbone width 60, found 64. Give the base"),
+        (give_one_head, "sliding_attention: K and V of 1 head of 32, found 2 heads of 32"),
         (
             lambda pair: (random_base(layer_types=["full_attention"] * 5), random_drafter(random_base())),
             "K and V of type sliding_attention, found none",
         ),
         (lambda pair: (torch.nn.Linear(2, 2), pair.drafter), r"expected a Gemma 4 base model.*found Linear"),
-        (build_odd_base(layer_types=["linear_attention", "full_attention"]), "found linear_attention"),
-        (build_odd_base(_attn_implementation_internal="flash_attention_2"), "sdpa, found flash_attention_2"),
+        (partial(change_base, layer_types=["linear_attention", "full_attention"]), "found linear_attention"),
+        (partial(change_base, _attn_implementation_internal="flash_attention_2"), "sdpa, found flash_attention_2"),
     ],
 )
 def test_what_does_not_fit_is_refused(pair: Pair, make: Callable[[Pair], tuple[Any, ...]], message: str) -> None:
