@@ -40,7 +40,6 @@ def test_greedy_counts_are_what_the_loop_counts(
         along = [Text((*r.prompt_tokens, *r.tokens), len(r.prompt_tokens)) for r in results]
         (pattern,) = compute_expected_counts(generator.base, [engine], along, STEPS)
         counts = [played(result).counted for result in results]
-        assert pattern.by_step is not None
         by_step = [[made.get(f"accepted_{step}", 0) for step in range(STEPS)] for made in counts]
         assert pattern.by_step.tolist() == by_step, name
         assert pattern.rounds.tolist() == [made["rounds"] for made in counts]
@@ -156,7 +155,6 @@ def test_text_of_another_base_says_nothing_of_the_drafter(rates: Mapping[str, np
     found = judged({SOUND: rates[SOUND]}, served, text=TextFit(20, Figure(0.8, 600, [0.75, 0.85]), None))
     assert (found.outcome, found.suspect) == ("another text", None)
     # That most prompts have another number of tokens there says what it is.
-    assert found.text is not None
     found.text = structs.replace(found.text, prompts_alike=0.1)
     assert (judge_diagnosis(found).outcome, found.suspect) == ("another text", "template")
     assert "90 % of the prompts are other tokens there" in found.verdict

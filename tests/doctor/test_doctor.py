@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -127,9 +127,7 @@ def test_without_a_server_it_says_what_is_to_be_expected(ask: Ask) -> None:
     assert report["convention"].startswith("n - 1")
 
 
-def test_text_that_the_base_does_not_write_is_said(
-    ask: Ask, answers: Mapping[str, Answers], texts: Sequence[str]
-) -> None:
+def test_text_that_the_base_does_not_write_is_said(ask: Ask, answers: Mapping[str, Answers], texts: list[str]) -> None:
     """Answers to other prompts: fluent, and not what this base says here."""
     moved = {}
     for at, (text, own) in enumerate(answers["sound"].items()):
@@ -142,7 +140,7 @@ def test_text_that_the_base_does_not_write_is_said(
 
 @pytest.mark.parametrize("kind", ["vLLM", "llama-server"])
 def test_prompts_are_taken_as_the_server_read_them(
-    ask: Ask, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: Sequence[str], kind: str
+    ask: Ask, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: list[str], kind: str
 ) -> None:
     """A server that adds no BOS token where we do: vLLM says which tokens it read, others how many."""
     bos = generator.codec.tokenizer.bos_token_id
@@ -189,7 +187,7 @@ def test_what_cannot_be_told_has_no_suspect(
 
 
 def test_a_head_is_in_line_or_below_and_nothing_else(
-    ask: Ask, tmp_path: Path, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: Sequence[str]
+    ask: Ask, tmp_path: Path, generator: SpeculativeGenerator, encoded: list[tuple[int, ...]], texts: list[str]
 ) -> None:
     """An EAGLE-3 head has no faults to hold against."""
     base = generator.base
