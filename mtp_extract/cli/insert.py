@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from mtp_extract.cli.terminal import TerminalReporter, format_size, say, say_not
 from mtp_extract.errors import escape
 
 if TYPE_CHECKING:
+    from mtp_extract.insertion.encoding import Encoding
     from mtp_extract.insertion.plan import InsertionPlan, InsertionResult
 
 
@@ -80,15 +82,19 @@ def insert_command(
         raise plan.refusal
 
 
+def _describe_change(plan: InsertionPlan, changed: Sequence[Encoding], stored: int) -> str:
+    if not plan.of_base:
+        return f"{len(changed)} of {stored} weights change"
+    # A role may be stored several times, as a table for each layer, or not at all; mtp-inspect counts roles.
+    roles = len({encoding.slot.role for encoding in changed})
+    return f"{roles} of {len(plan.encodings)} roles change ({len(changed)} of {stored} stored weights)"
+
+
 def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     encodings = [encoding for of_role in plan.encodings.values() for encoding in of_role]
     changed = [encoding for encoding in encodings if encoding.how != "kept"]
     subject = "The base of" if plan.of_base else "A drafter added to" if plan.added else "The drafter of"
-    change = f"{len(changed)} of {len(encodings)} weights change"
-    if plan.of_base:
-        # A role may be stored several times, as a table for each layer, or not at all; mtp-inspect counts roles.
-        roles = len({encoding.slot.role for encoding in changed})
-        change = f"{roles} of {len(plan.encodings)} roles change ({len(changed)} of {len(encodings)} stored weights)"
+    change = _describe_change(plan, changed, len(encodings))
     say(f"{subject} {escape(plan.source.name)}: {change}, {format_size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")

@@ -182,21 +182,33 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> list[str]:
     config["num_kv_shared_layers"] = config["num_kv_shared_layers"] or 0  # null is as good as 0
     drafter = _read_drafter_config(base.opened)
     if isinstance(drafter, DrafterConfig):
-        with attribute_errors_to(checkpoint.directory / CONFIG):
-            stated = parse_fields(checkpoint.text, _AttentionSettings)
-        graph["sliding_window"] = drafter.sliding_window
-        config["sliding_window"] = stated.sliding_window or drafter.sliding_window
-        parameters = stated.rope_parameters or {}
-        for layer_type, rope in drafter.rope.items():
-            place = f"rope_parameters.{layer_type}"
-            graph[place] = asdict(rope)
-            config[place] = asdict(parse_rope(parameters, layer_type)) if layer_type in parameters else graph[place]
+        of_graph, of_config = _list_attention_settings(drafter, checkpoint)
+        graph |= of_graph
+        config |= of_config
     if wrong := describe_differences(graph, config, _CONFIG_TOLERANCE):
         raise PairError(
             f"{escape(checkpoint.directory)} is another model than the base in {base.opened.source.name}: it has "
             f"{wrong}. Give the base of this bundle, or one tuned from it."
         )
     return [drafter] if isinstance(drafter, str) else []
+
+
+def _list_attention_settings(
+    drafter: DrafterConfig, checkpoint: BaseCheckpoint
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return RoPE and the window of ``drafter``, by key of ``text_config``, and those of ``checkpoint``."""
+    with attribute_errors_to(checkpoint.directory / CONFIG):
+        settings = parse_fields(checkpoint.text, _AttentionSettings)
+        parameters = settings.rope_parameters or {}
+        of_config = {layer_type: parse_rope(parameters, layer_type) for layer_type in parameters}
+
+    expected: dict[str, object] = {"sliding_window": drafter.sliding_window}
+    stated: dict[str, object] = {"sliding_window": settings.sliding_window or drafter.sliding_window}
+    for layer_type, rope in drafter.rope.items():
+        place = f"rope_parameters.{layer_type}"
+        expected[place] = asdict(rope)
+        stated[place] = asdict(of_config.get(layer_type, rope))
+    return expected, stated
 
 
 def _read_drafter_config(opened: ModelFile) -> DrafterConfig | str:

@@ -207,8 +207,8 @@ def _download(folder: HubAddress) -> str:
 def _make_address_error(address: str, expected: str) -> SourceError:
     scheme = address.partition("://")[0]
     advice = "Give the path alone." if scheme.lower() == "file" else "Check it, or download it and give its path."
-    found = f"an address that begins with {escape(scheme)}://"
-    return SourceError(f"{strip_url_secrets(address)}: expected {expected}, found {found}. {advice}")
+    problem = f"expected {expected}, found an address that begins with {escape(scheme)}://"
+    return SourceError(f"{strip_url_secrets(address)}: {problem}. {advice}")
 
 
 def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -> None:
@@ -219,8 +219,8 @@ def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -
         if any(path.endswith(BUNDLE) for path in (*sizes, folder.name)):
             slash = "/" if folder.path and sizes else ""
             advice = f"Name another; a bundle's drafter is extracted by `mtp-extract {folder.name}{slash}`."
-        found = list_few(sizes) or "no files"
-        raise SourceError(f"{folder.name}: expected a folder with a config.json, found {found}. {advice}")
+        files = list_few(sizes) or "no files"
+        raise SourceError(f"{folder.name}: expected a folder with a config.json, found {files}. {advice}")
     if (size := sum(sizes.values())) > largest:
         excess = f"expected at most {largest / 1e9:.1f} GB (what a drafter or memory has), found {size / 1e9:.1f} GB"
         raise SourceError(f"{folder.name}: {excess}. Name a folder with less, or a smaller model.")
