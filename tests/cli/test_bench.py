@@ -271,23 +271,21 @@ def test_a_text_that_ends_early_is_told_by_its_tokens(pair: tuple[ModelServer, M
     assert finding == "the text is the baseline's but for its end: prompt 4 ends early, at token 3 of 8"
 
 
-THOUGHTS = 100
-
-
 @pytest.mark.parametrize(
     ("kind", "details", "is_known"), [("vLLM", False, True), ("unknown", True, True), ("mlx-vlm", False, False)]
 )
 def test_thoughts_that_are_counted_and_not_streamed(prompts: Path, kind: str, details: bool, is_known: bool) -> None:
     """They are generated tokens, but not of the time of the text."""
+    thoughts = 100
     with model_server(kind) as server:
         server.details = details
         answer = lambda asked: server.plain({**asked, "max_tokens": TOKENS})  # noqa: E731
-        server.write = lambda asked: dataclasses.replace(answer(asked), thoughts=THOUGHTS)
+        server.write = lambda asked: dataclasses.replace(answer(asked), thoughts=thoughts)
         server.kind = "vLLM" if kind == "unknown" else kind  # so that it says usage
         found = run_benchmark(dataclasses.replace(plan(prompts, server), max_tokens=200))
     answers = [request.answer for window in found.windows["server"] for request in window.requests]
     for one in answers:
-        written = (one.tokens or 0) - THOUGHTS
+        written = (one.tokens or 0) - thoughts
         assert (one.unstreamed, one.timed_tokens) == (True, written - 1 if is_known else None)
     assert (found.total.sides["server"].tokens_per_s.n > 0) is is_known
     (note,) = [note for note in checked(found)["notes"] if "did not stream, as of thoughts, in 5 of 5 answers" in note]

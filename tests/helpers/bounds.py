@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-_MEMORY = 1 << 30
 HANG = 1800
 """Seconds after which another process that neither works nor ends is given up. Work is never what takes so long."""
 
@@ -27,7 +26,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def bounded(cpu_seconds: float, memory: int = _MEMORY) -> Iterator[None]:
+def bounded(cpu_seconds: float, memory: int = 1 << 30) -> Iterator[None]:
     """Run with at most so much CPU time, and ``memory`` bytes of address space beyond what is mapped already.
 
     For the main thread of any process, a pool's workers included. Bounds nest; what an inner one spends does not count

@@ -158,9 +158,6 @@ def test_only_links_of_the_cache_are_followed(published: HubServer, extracted: P
         plan_upload(place)
 
 
-REFUSAL_HEADERS = {
-    "X-Error-Message": f"Enable access to gated repositories in the settings of {TOKEN} to view this one."
-}
 # The requests that fetch a directory, in this order; before version 2 huggingface_hub lists files by the first.
 DIRECTORY_REQUESTS = ["info", *([] if huggingface_hub.__version__.startswith("1.") else ["tree"]), "resolve", "storage"]
 
@@ -178,7 +175,8 @@ def test_a_directory_that_cannot_be_fetched_says_why(
     published: HubServer, patience: Patient, where: str, status: int, message: str
 ) -> None:
     """The message does not claim that offline mode is on."""
-    published.fault(where, status=status, headers=REFUSAL_HEADERS, times=10_000)
+    words = f"Enable access to gated repositories in the settings of {TOKEN} to view this one."
+    published.fault(where, status=status, headers={"X-Error-Message": words}, times=10_000)
     with pytest.raises(SourceError) as caught:
         fetch_checkpoint(REPO)
     assert str(caught.value).startswith(f"hf://{REPO}: ")

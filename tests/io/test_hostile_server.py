@@ -23,7 +23,6 @@ from mtp_extract.io import remote
 
 DATA = random.Random(7).randbytes(1 << 18)
 SIZE = len(DATA)
-WINDOW = 0.15  # seconds
 
 Say = Callable[[bytes], None]
 Script = Callable[[str, Say], None] | bytes
@@ -50,13 +49,6 @@ def serve_raw(script: Script) -> Iterator[str]:
 
     with closing(Listener(Handler)) as listener:
         yield listener.url
-
-
-@pytest.fixture
-def soon(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short timeouts, as these are of the real clock."""
-    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        monkeypatch.setattr(huggingface_hub.constants, name, 2 * WINDOW)
 
 
 def format_head(status: str = "206 Partial Content", **headers: object) -> bytes:
@@ -112,8 +104,10 @@ def redirect(to: str) -> bytes:
     return format_head("302 Found", Location=to, Content_Length=0, Connection="close")
 
 
-def test_silence_is_ended(soon: None, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the Hub, huggingface_hub itself sends the HEAD request for commit and URL."""
+def test_silence_is_ended(hub: HubServer, patience: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the Hub, huggingface_hub itself sends the HEAD request for commit and URL. Timeouts are of the real clock."""
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(huggingface_hub.constants, name, 0.3)
     with serve_raw(stay_silent) as url:
         check_refused(url + "/a.litertlm", "does not answer in time")
         assert patience.waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]

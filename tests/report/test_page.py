@@ -28,12 +28,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (390, 768, 1280)
 
 
-def make_page(drafts: Mapping[str, Any] = {}, chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
-    """Return the page of a report with ``changes``, and changes of its drafter and of its only chain."""
+def make_page(chain: Mapping[str, Any] = {}, **changes: Any) -> Page:
+    """Return the page of a report with ``changes``, and changes of its only chain."""
     report = copy.deepcopy(REPORT)
-    (drafter,) = report["drafters"]
-    drafter.update(drafts)
-    drafter["worth"]["3"].update(chain)
+    report["drafters"][0]["worth"]["3"].update(chain)
     return build_page(msgspec.convert({**report, **changes}, Validation))
 
 
