@@ -62,7 +62,7 @@ class OneOp:
             shape, name = shapes[position] if shapes else self.result_shape, f"o{position}"
             graph.outputs[name] = graph.tensor(shape, kind, name)
             _quantize(graph, graph.outputs[name], self.result_grid)
-        code_of(model.tree, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4}.get(self.kind, 1))
+        code_of(model.tree, self.kind, {"FULLY_CONNECTED": 4, "BATCH_MATMUL": 4, "BROADCAST_TO": 2}.get(self.kind, 1))
         op = graph.emit(self.kind, operands, graph.outputs.values())
         if self.options is not None:
             op.builtinOptions = self.options
