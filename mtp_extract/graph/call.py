@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mtp_extract.errors import FormatError, OperatorError, UnsupportedError, format_count
 from mtp_extract.graph.flat import FlatGraph, Node
 from mtp_extract.litertlm.storage import CODE_TYPES, FLOAT_TYPES
-from mtp_extract.litertlm.tflite import ELEMENT_BITS, Tensor, TensorType
+from mtp_extract.litertlm.tflite import Tensor, TensorType
 
 Array = npt.NDArray[Any]
 Kernel = Callable[..., Any]
@@ -65,25 +65,18 @@ def read_activation_scale(tensor: Tensor) -> tuple[float, int] | None:
     quantization = tensor.quantization
     if quantization is None or tensor.type is None or not holds_codes(tensor):
         return None
-    if quantization.scales.count != 1 or quantization.zero_points.count > 1:
-        counts = (
-            format_count(quantization.scales.count, "scale"),
-            format_count(quantization.zero_points.count, "zero point"),
-        )
-        raise UnsupportedError(f"{tensor.label}: an activation with {' and '.join(counts)}; expected one of each.")
+    scales, zero_points = quantization.scales.count, quantization.zero_points.count
+    if scales != 1 or zero_points > 1:
+        counts = f"{format_count(scales, 'scale')} and {format_count(zero_points, 'zero point')}"
+        raise UnsupportedError(f"{tensor.label}: an activation with {counts}; expected one of each.")
     scale = float(quantization.scale[0])
     zero_point = int(quantization.zero_point[0]) if quantization.zero_point.size else 0
     # LiteRT allows INT16 no zero point: some kernels refuse it, others ignore it.
-    lowest, highest = (0, 0) if tensor.type is TensorType.INT16 else find_code_limits(tensor.type)
+    codes = CODE_TYPES[tensor.type]
+    lowest, highest = (0, 0) if tensor.type is TensorType.INT16 else (codes.lowest, codes.highest)
     if not (0 < scale < math.inf and lowest <= zero_point <= highest):
         raise FormatError(f"{tensor.label} has the scale {scale:g} and the zero point {zero_point}: it is damaged.")
     return scale, zero_point
-
-
-def find_code_limits(kind: TensorType) -> tuple[int, int]:
-    """Return the smallest and the largest code of an integer type."""
-    bits = ELEMENT_BITS[kind]
-    return (0, 2**bits - 1) if kind.name.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def find_representable_range(tensor: Tensor) -> tuple[float, float] | None:
@@ -94,8 +87,8 @@ def find_representable_range(tensor: Tensor) -> tuple[float, float] | None:
     if activation is None or tensor.type is None:
         return None
     scale, zero_point = activation
-    lowest, highest = find_code_limits(tensor.type)
-    return (lowest - zero_point) * scale, (highest - zero_point) * scale
+    codes = CODE_TYPES[tensor.type]
+    return (codes.lowest - zero_point) * scale, (codes.highest - zero_point) * scale
 
 
 def has_few_bits(tensor: Tensor) -> bool:
@@ -152,11 +145,11 @@ class Call:
         """Return the option in ``slot``, or ``default`` (the schema's) if it is not stored."""
         return self.node.op.options.scalar(slot, code, default) if self.node.op.options else default
 
-    def read_axes(self, slot: int) -> tuple[int, ...]:
-        """Return the int32 vector in ``slot``, a shape or axes; raise FormatError if it is longer than any shape."""
+    def read_axes(self) -> tuple[int, ...]:
+        """Return the int32 vector in slot 0, a shape or axes; raise FormatError if it is longer than any shape."""
         if self.node.op.options is None:
             return ()
-        stored = self.node.op.options.vector(slot, 4)
+        stored = self.node.op.options.vector(0, 4)
         if stored.count > _MOST_AXES:
             raise FormatError(f"{self.node.op.label} has an option of {stored.count} axes: the file is damaged.")
         # The count was checked here, not charged to the model's budget: the evaluator reads it many times.

@@ -77,7 +77,7 @@ def _make_joining_kernel(join: Callable[..., Array], slot: int) -> Kernel:
 
 
 def _reshape(call: Call, x: Array, shape: Array | None = None) -> Array:
-    sizes = list(call.read_axes(0)) if shape is None else read_ints(shape)
+    sizes = list(call.read_axes()) if shape is None else read_ints(shape)
     if min(sizes, default=0) < -1 or (shape is not None and shape.ndim != 1):
         raise call.refuse(f"gives its operand the shape {sizes}")
     return x.reshape(sizes)
@@ -94,7 +94,7 @@ _LAYOUT: dict[str, tuple[tuple[int, ...], Kernel]] = {
     "RESHAPE": ((0,), _reshape),
     "SLICE": ((0,), _slice),
     "SPLIT": ((1,), lambda call, axis, x: tuple(np.split(x, call.read_option(0, "i"), read_ints(axis)[0]))),
-    "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.read_axes(0) or None)),
+    "SQUEEZE": ((0,), lambda call, x: np.squeeze(x, call.read_axes() or None)),
     "STRIDED_SLICE": ((0,), _slice_with_strides),
     "TRANSPOSE": ((0,), lambda call, x, order: np.transpose(x, read_ints(order))),
     "UNPACK": ((0,), lambda call, x: tuple(np.moveaxis(x, call.read_option(1, "i"), 0))),
