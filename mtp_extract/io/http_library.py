@@ -33,7 +33,7 @@ _OFFLINE = "offline mode is on (HF_HUB_OFFLINE): name what the Hub's cache has, 
 _GATED = f"the repository is gated: accept its terms on its page on the Hub, then {_LOGIN}"
 _NO_REPOSITORY = f"there is no such repository, or it is private: check the name, or {_LOGIN}"
 _NO_ADDRESS = (
-    "the address cannot be asked, or the server redirects to one that is not https:// or http://, or in circles: check "
+    "the address is damaged, or the server redirects to one that is not https:// or http://, or in circles: check "
     "the address"
 )
 _NO_HUB = "the answer lacks the Hub's headers: check HF_ENDPOINT, or a proxy that drops headers"

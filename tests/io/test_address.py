@@ -51,7 +51,7 @@ def test_what_is_no_address(path: str) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        *((url, "the address cannot be asked.* check the address") for url in ("https://", "https://[::1/a")),
+        *((url, "the address is damaged.* check the address") for url in ("https://", "https://[::1/a")),
         ("ftp://me:secret@example.org/a", r"^ftp://example\.org/a: .* found .* ftp://\. Check it"),
         ("FILE:///etc/passwd", r"^FILE:///etc/passwd: expected a path.* FILE://\. Give the path alone"),
     ],
