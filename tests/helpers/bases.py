@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +86,8 @@ def scale_of(path: Path, role: str, signature: str, channel: int, factor: float)
 
 def edited_bundle(out: Path, source: Path | None = None, **edits: Callable[[Any], None]) -> Path:
     """The sample, or ``source``, with the models of the sections that ``edits`` name changed, as the schema's trees."""
-    parts = parts_of(source or first_bundle())
+    source = source or first_bundle()
+    parts = parts_of(source)
     for index, part in enumerate(parts):
         edit = edits.get(part.items.get("model_type", "").removeprefix("tf_lite_"))
         if edit is not None:
@@ -96,7 +98,8 @@ def edited_bundle(out: Path, source: Path | None = None, **edits: Callable[[Any]
                     buffer.offset = buffer.size = 0
             edit(model)
             parts[index] = replace(part, data=pack(model))
-    out.write_bytes(bundle(parts))
+    major, minor, patch = struct.unpack_from("<3I", source.read_bytes(), 8)
+    out.write_bytes(bundle(parts, version=(major, minor, patch)))
     return out
 
 
