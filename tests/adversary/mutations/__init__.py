@@ -7,6 +7,7 @@ same function as the changed file. Families called second, third and fourth came
 
 from __future__ import annotations
 
-from adversary.mutations import attention, blocks, files, numbers, positions, quiet
+from adversary.mutations import attention, blocks, files, kernels, numbers, positions, quiet
 
-MUTATIONS = tuple(case for module in (attention, blocks, files, numbers, positions, quiet) for case in module.CASES)
+_MODULES = (attention, blocks, files, kernels, numbers, positions, quiet)
+MUTATIONS = tuple(case for module in _MODULES for case in module.CASES)

@@ -10,7 +10,8 @@ from adversary import edits as e
 from adversary.edits import Change, Edit, Sample, a_change, cases, edge
 from adversary.mutations.attention import summed
 from adversary.mutations.blocks import epsilon, every_norm
-from adversary.mutations.files import KEYS_AND_VALUES, names_crossed, scalar
+from adversary.mutations.files import KEYS_AND_VALUES, names_crossed
+from adversary.mutations.kernels import scalar
 from adversary.mutations.positions import tabled
 from adversary.mutations.quiet import fp16, plus_number
 from adversary.rewrites.spelled import LAYERS, respelled, selected
