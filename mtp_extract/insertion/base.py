@@ -11,7 +11,7 @@ from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mtp_extract.architecture.config import DrafterConfig
 from mtp_extract.bundle import MODEL_TYPE, BundledDrafter, ModelFile
@@ -147,10 +147,15 @@ def _read_signature(
         raise type(error)(f"{model.region.source.name}: signature {escape(signature.key)!r}: {error}") from error
 
 
+class _RopeParameters(Struct):
+    sliding_attention: Rope | None = None
+    full_attention: Rope | None = None
+
+
 class _AttentionSettings(Struct):
     """Keys of ``text_config`` that change no shape, but what a base computes."""
 
-    rope_parameters: dict[str, Rope] | None = None
+    rope_parameters: _RopeParameters | None = None
     sliding_window: Size | None = None
 
 
@@ -196,18 +201,25 @@ def check_base(checkpoint: BaseCheckpoint, base: BundledBase) -> list[str]:
 def _list_attention_settings(
     drafter: DrafterConfig, checkpoint: BaseCheckpoint
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return RoPE and the window of ``drafter``, by key of ``text_config``, and those of ``checkpoint``."""
+    """Return RoPE and the window of ``drafter``, by key of ``text_config``, and those of ``checkpoint``.
+
+    What one of the two leaves out is in neither.
+    """
     with attribute_errors_to(checkpoint.directory / CONFIG):
         settings = parse_fields(checkpoint.text, _AttentionSettings)
-        parameters = settings.rope_parameters or {}
-        of_config = {layer_type: parse_rope(parameters, layer_type) for layer_type in parameters}
+    parameters = structs.asdict(settings.rope_parameters or _RopeParameters())
 
-    expected: dict[str, object] = {"sliding_window": drafter.sliding_window}
-    stated: dict[str, object] = {"sliding_window": settings.sliding_window or drafter.sliding_window}
+    expected = dict[str, object]()
+    stated = dict[str, object]()
+    # A drafter of full layers alone tells nothing of the window.
+    if drafter.sliding_window is not None and settings.sliding_window is not None:
+        expected["sliding_window"] = drafter.sliding_window
+        stated["sliding_window"] = settings.sliding_window
     for layer_type, rope in drafter.rope.items():
-        place = f"rope_parameters.{layer_type}"
-        expected[place] = asdict(rope)
-        stated[place] = asdict(of_config.get(layer_type, rope))
+        if parameters[layer_type] is not None:
+            place = f"rope_parameters.{layer_type}"
+            expected[place] = asdict(rope)
+            stated[place] = asdict(parse_rope(parameters, layer_type))
     return expected, stated
 
 

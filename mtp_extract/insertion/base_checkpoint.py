@@ -147,8 +147,6 @@ def _find_prefix(directory: Path, names: Container[str]) -> str:
 
 
 def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
-    if (directory / f"{_WEIGHTS}{reading.INDEX_ENDING}").is_file():
-        reading.find_weight_files(directory, _WEIGHTS)  # refuses an index that names a file which is not there
     stored = dict[str, _FileTensor]()
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_safetensors(path)[0]
@@ -157,7 +155,21 @@ def _list_tensors(directory: Path) -> dict[str, _FileTensor]:
                 f"{escape(path)}: expected tensors in one file each, found {twice} in two. Leave one."
             )
         stored |= {name: (path, tensor) for name, tensor in tensors.items()}
+    _check_index(directory, stored.keys())
     return stored
+
+
+def _check_index(directory: Path, names: Set[str]) -> None:
+    """Raise CheckpointError, with the file that is missing, if the index lists a tensor that is not among ``names``.
+
+    An index that was left behind by files of other names does no harm while every tensor is there.
+    """
+    index = directory / f"{_WEIGHTS}{reading.INDEX_ENDING}"
+    if (directory / _WEIGHTS).is_file() or not index.is_file():
+        return
+    listed = read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed.keys() <= names:
+        reading.find_weight_files(directory, _WEIGHTS)
 
 
 def _take_scales(stored: dict[str, _FileTensor]) -> dict[str, _FileTensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from helpers.reporters import Recorder
 from mtp_extract.bundle import open_bundle
 from mtp_extract.data import sample_base, sample_bundle
 from mtp_extract.errors import CheckpointError, MtpExtractError, OutputError, PairError, UnsupportedError
+from mtp_extract.insertion import base as base_module
 from mtp_extract.insertion.base import find_base
 from mtp_extract.insertion.base_checkpoint import read_base
 from mtp_extract.insertion.comparison import (
@@ -71,6 +73,29 @@ def test_the_sample_holds_its_base(sample: Path, base: Path) -> None:
 def test_settings_that_a_config_leaves_out_are_as_the_bundle_has_them(sample: Path, tmp_path: Path) -> None:
     left_out = dict.fromkeys(("rope_parameters", "sliding_window"))
     assert compare(sample, base_with(tmp_path / "base", **left_out)).problem is None
+
+
+def test_rope_is_read_by_layer_type_whatever_stands_beside_it(sample: Path, tmp_path: Path) -> None:
+    flat = {"rope_type": "default", "rope_theta": 1e4, "sliding_attention": None}
+    assert compare(sample, base_with(tmp_path / "base", rope_parameters=flat)).problem is None
+
+
+def test_a_drafter_without_sliding_layers_tells_nothing_of_the_window(
+    sample: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_bundle(sample) as opened:
+        config = opened.read_drafter().config
+    full = replace(config, layers=tuple(layer for layer in config.layers if layer.sliding_window is None))
+    assert full.sliding_window is None
+    monkeypatch.setattr(base_module, "_read_drafter_config", lambda opened: full)
+    assert compare(sample, base).problem is None
+
+
+def test_an_index_of_other_files_does_no_harm_where_every_tensor_is(sample: Path, tmp_path: Path) -> None:
+    base = base_with(tmp_path / "base", shards=2)
+    for number, path in enumerate(sorted(base.glob("*.safetensors"))):
+        path.rename(base / f"part{number}.safetensors")
+    assert compare(sample, base).problem is None
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
