@@ -38,7 +38,7 @@ def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def check_device(name: str) -> str:
-    """Return ``name``; raise BadParameter if no machine has such a device."""
+    """Return ``name``; raise BadParameter if it is none of the devices that base and drafter run on."""
     if not re.fullmatch(r"auto|balanced|(cpu|cuda|mps)(:\d+)?", name):
         raise typer.BadParameter(f"expected auto, balanced, cpu, cuda, cuda:N or mps, found {escape(name)!r}.")
     return name

@@ -98,7 +98,10 @@ def _show(plan: InsertionPlan, result: InsertionResult | None) -> None:
     say(f"{subject} {escape(plan.source.name)}: {change}, {format_size(plan.source.size)}")
     if changed:
         say("What is stored, and how far it is from the checkpoint (relative RMS error):")
-        rows = [[e.slot.label, e.storage.type.name, e.how, f"{e.error:.2g}"] for e in changed]
+        rows = [
+            [encoding.slot.label, encoding.storage.type.name, encoding.how, f"{encoding.error:.2g}"]
+            for encoding in changed
+        ]
         say_table(rows, ["role", "stored", "what", "error"])
     if plan.losses.roles:
         say(plan.losses.description)

@@ -217,6 +217,7 @@ def _check_listing(folder: HubAddress, sizes: Mapping[str, int], largest: int) -
     if f"{folder.path}config.json" not in sizes:
         advice = "Name another, or download a file and give its path."
         if any(path.endswith(BUNDLE) for path in (*sizes, folder.name)):
+            # `mtp-extract` takes what ends in a slash for a folder, else for a file.
             slash = "/" if folder.path and sizes else ""
             advice = f"Name another; a bundle's drafter is extracted by `mtp-extract {folder.name}{slash}`."
         files = list_few(sizes) or "no files"
